@@ -1,0 +1,96 @@
+// A value that comes later. A Promise is completed once (a second completion is ignored and says
+// so); its Futures can be waited for with a limit, or continued with a callback.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "atoll/base/executor.h"
+
+namespace Atoll::base {
+
+/// The value of calls that only succeed or fail.
+struct Unit {};
+
+template <class T>
+class Future;
+
+template <class T>
+class Promise {
+ public:
+  Promise() : state_(std::make_shared<State>()) {}
+  Future<T> future() const { return Future<T>(state_); }
+  /// True if this completed it. Callbacks run in the calling thread, without a lock.
+  bool Set(absl::StatusOr<T> result) const {
+    std::vector<Callback> callbacks;
+    {
+      absl::MutexLock lock(&state_->mu);
+      if (state_->result.has_value()) return false;
+      state_->result.emplace(std::move(result));
+      callbacks.swap(state_->callbacks);
+    }
+    for (Callback& callback : callbacks) std::move(callback)(*state_->result);
+    return true;
+  }
+
+ private:
+  friend class Future<T>;
+  using Callback = absl::AnyInvocable<void(const absl::StatusOr<T>&)>;
+  struct State {
+    absl::Mutex mu;
+    std::optional<absl::StatusOr<T>> result ABSL_GUARDED_BY(mu);  // Immutable once there.
+    std::vector<Callback> callbacks ABSL_GUARDED_BY(mu);
+  };
+  std::shared_ptr<State> state_;
+};
+
+/// Copyable: all copies see one result.
+template <class T>
+class Future {
+ public:
+  /// Waits at most `limit`. DeadlineExceeded if nothing came: what was asked for goes on. On a pool
+  /// thread the wait declares itself (ThreadPool::BlockingScope).
+  absl::StatusOr<T> Wait(absl::Duration limit) const {
+    ThreadPool::BlockingScope blocking;
+    if (!blocking.ok()) {
+      return absl::ResourceExhaustedError("every thread of the pool waits: more nested calls than its max_threads");
+    }
+    auto done = [state = state_.get()]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return state->result.has_value(); };
+    absl::MutexLock lock(&state_->mu);
+    if (!state_->mu.AwaitWithTimeout(absl::Condition(&done), limit)) {
+      return absl::DeadlineExceededError(absl::StrCat("no result within ", absl::FormatDuration(limit)));
+    }
+    return *state_->result;
+  }
+  bool ready() const {
+    absl::MutexLock lock(&state_->mu);
+    return state_->result.has_value();
+  }
+  /// Runs `callback` once with the result: now, in the calling thread, or in the thread that
+  /// completes the promise.
+  void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) const {
+    {
+      absl::MutexLock lock(&state_->mu);
+      if (!state_->result.has_value()) {
+        state_->callbacks.push_back(std::move(callback));
+        return;
+      }
+    }
+    std::move(callback)(*state_->result);
+  }
+
+ private:
+  friend class Promise<T>;
+  explicit Future(std::shared_ptr<typename Promise<T>::State> state) : state_(std::move(state)) {}
+  std::shared_ptr<typename Promise<T>::State> state_;
+};
+
+}  // namespace Atoll::base

@@ -1,0 +1,63 @@
+# Compiler settings and the three ways to declare something built. One folder is one library; it is
+# named atoll_<folder> and used as Atoll::<folder>.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_CXX_FLAGS_RELEASE "-O2")  # Asserts stay: a broken invariant must not train on.
+add_compile_options(-Wall -Wextra -Wno-unused-parameter -fno-omit-frame-pointer -g1)
+
+find_program(ATOLL_CCACHE ccache)
+if(ATOLL_CCACHE)
+  # Paths are rewritten relative to the build folder, so that build folders beside each other share.
+  set(CMAKE_CXX_COMPILER_LAUNCHER env CCACHE_BASEDIR=${CMAKE_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${ATOLL_CCACHE})
+endif()
+find_program(ATOLL_MOLD mold)
+if(ATOLL_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
+if(ATOLL_SANITIZER)
+  add_compile_options(-fsanitize=${ATOLL_SANITIZER} -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${ATOLL_SANITIZER})
+endif()
+
+# atoll_library(<folder> SOURCES ... [DEPS targets linked and exposed] [PRIVATE_DEPS ...])
+function(atoll_library folder)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS;PRIVATE_DEPS" ${ARGN})
+  add_library(atoll_${folder} STATIC ${ARG_SOURCES})
+  add_library(Atoll::${folder} ALIAS atoll_${folder})
+  set_target_properties(atoll_${folder} PROPERTIES EXPORT_NAME ${folder})
+  target_include_directories(atoll_${folder} PUBLIC
+    $<BUILD_INTERFACE:${CMAKE_BINARY_DIR}/include> $<INSTALL_INTERFACE:include>)
+  target_link_libraries(atoll_${folder} PUBLIC ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
+  set_property(GLOBAL APPEND PROPERTY ATOLL_LIBRARIES atoll_${folder})
+endfunction()
+
+# atoll_binary(<name> SOURCES ... DEPS ...)
+function(atoll_binary name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+endfunction()
+
+# atoll_test(<name> SOURCES ... DEPS ... [LABELS unit|integration|gpu|slow ...] [TIMEOUT seconds])
+# One GoogleTest binary; one ctest entry (loading LibTorch costs 0.6 s a process). TIMEOUT is a hang
+# limit, ten times what the test takes.
+function(atoll_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;DEPS;LABELS" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest GTest::gtest_main)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  add_test(NAME ${name} COMMAND ${name})
+  if(NOT ARG_LABELS)
+    set(ARG_LABELS unit)
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
+    SKIP_REGULAR_EXPRESSION "ATOLL_TEST_SKIPPED")
+endfunction()

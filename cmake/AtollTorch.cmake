@@ -1,0 +1,52 @@
+# Torch from the pinned PyPI wheel, without find_package(Torch): that asks for the whole CUDA toolkit
+# and every NVIDIA package at configure time, and links all of them.
+#   ATOLL_TORCH_DIR  the installed `torch` folder (default: the virtual environment's)
+# gives Torch::cpu (torch_cpu, c10), Atoll's fence Torch::tensorpipe, and with the CUDA toolkit
+# Torch::cuda.
+set(ATOLL_TORCH_VERSION 2.11.0)
+if(NOT ATOLL_TORCH_DIR)
+  file(GLOB ATOLL_TORCH_DIR ${CMAKE_CURRENT_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)
+endif()
+if(NOT EXISTS "${ATOLL_TORCH_DIR}/lib/libtorch_cpu.so")
+  message(FATAL_ERROR "No torch at '${ATOLL_TORCH_DIR}'. Run ./dev setup, or name an installed "
+    "torch ${ATOLL_TORCH_VERSION} with ./dev build --torch DIR.")
+endif()
+file(READ "${ATOLL_TORCH_DIR}/version.py" ATOLL_TORCH_VERSION_TEXT)
+string(REGEX MATCH "__version__ = '([0-9.]+)" _ "${ATOLL_TORCH_VERSION_TEXT}")
+if(NOT CMAKE_MATCH_1 VERSION_EQUAL ATOLL_TORCH_VERSION)
+  message(FATAL_ERROR "torch at ${ATOLL_TORCH_DIR} is ${CMAKE_MATCH_1}; Atoll needs "
+    "${ATOLL_TORCH_VERSION}: its TensorPipe and its autograd nodes have no stable interface.")
+endif()
+
+# libtorch_cpu.so of the wheel needs libcudart.so.13 and libcupti.so.13: from the toolkit, or from
+# their two PyPI packages in the same site-packages.
+get_filename_component(ATOLL_SITE_PACKAGES ${ATOLL_TORCH_DIR} DIRECTORY)
+set(ATOLL_TORCH_RUNPATH ${ATOLL_TORCH_DIR}/lib)
+foreach(dir /usr/local/cuda/lib64 /usr/local/cuda/extras/CUPTI/lib64
+    ${ATOLL_SITE_PACKAGES}/nvidia/cu13/lib ${ATOLL_SITE_PACKAGES}/nvidia/nvshmem/lib
+    ${ATOLL_SITE_PACKAGES}/nvidia/cusparselt/lib)
+  if(EXISTS ${dir})
+    list(APPEND ATOLL_TORCH_RUNPATH ${dir})
+  endif()
+endforeach()
+set(CMAKE_BUILD_RPATH ${ATOLL_TORCH_RUNPATH})
+set(CMAKE_INSTALL_RPATH "$ORIGIN/../lib" ${ATOLL_TORCH_RUNPATH})
+
+add_library(Torch::c10 SHARED IMPORTED)
+set_target_properties(Torch::c10 PROPERTIES IMPORTED_LOCATION ${ATOLL_TORCH_DIR}/lib/libc10.so)
+add_library(Torch::cpu SHARED IMPORTED)
+set_target_properties(Torch::cpu PROPERTIES
+  IMPORTED_LOCATION ${ATOLL_TORCH_DIR}/lib/libtorch_cpu.so
+  INTERFACE_COMPILE_DEFINITIONS USE_DISTRIBUTED)
+target_include_directories(Torch::cpu SYSTEM INTERFACE
+  ${ATOLL_TORCH_DIR}/include ${ATOLL_TORCH_DIR}/include/torch/csrc/api/include)
+# DT_RPATH, not DT_RUNPATH: it also serves what libtorch_cpu.so itself needs (cudart, cupti).
+target_link_options(Torch::cpu INTERFACE -Wl,--disable-new-dtags -Wl,--allow-shlib-undefined)
+target_link_libraries(Torch::cpu INTERFACE Torch::c10)
+
+# TensorPipe's headers that the wheel lacks (transport/connection.h, nop) are Debian's, byte for byte
+# the same; the wheel's folder must win where both have one, and Debian's library is never linked.
+add_library(Torch::tensorpipe INTERFACE IMPORTED)
+target_link_libraries(Torch::tensorpipe INTERFACE Torch::cpu)
+
+find_program(ATOLL_NVCC nvcc HINTS /usr/local/cuda/bin)

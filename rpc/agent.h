@@ -1,0 +1,188 @@
+// Calls between the members of a job. One Agent is one rank: several may live in a process.
+//
+//   caller                                     callee
+//   Call() ─ session (numbered, acknowledged,  ─> method's Allocate (where tensors land)
+//            re-sent after a reconnect)        ─> handler on its executor ─> Responder::Reply
+//   on_reply <──────────────────────────────────
+//
+// Sessions outlive connections: a cut connection starts a reconnect, and only a member's death (its
+// lease, its process seen to end, or a new incarnation at its address) fails its calls.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "atoll/base/executor.h"
+#include "atoll/base/future.h"
+#include "atoll/base/ids.h"
+#include "atoll/base/status.h"
+#include "atoll/transport/endpoint.h"
+
+namespace Atoll::rpc {
+
+/// A method and the version of its request and reply layout. Unknown ones are refused by name.
+struct MethodId {
+  std::string name;  ///< "shard.push_gradient"; at most 128 bytes of [a-z0-9_.].
+  uint32_t version = 1;
+  friend bool operator==(const MethodId&, const MethodId&) = default;
+  template <class H>
+  friend H AbslHashValue(H state, const MethodId& id) {
+    return H::combine(std::move(state), id.name, id.version);
+  }
+};
+
+/// A tensor on its way out. Only the bytes of the view itself travel (made contiguous if it is not).
+/// A lent one is read without a copy, so nobody may write it until `on_return` has run (exactly once:
+/// acknowledged by the peer, or the call failed; on a pool thread, it must not wait); a copied one is
+/// free when the call that takes it returns.
+struct OutTensor {
+  at::Tensor tensor;
+  bool lent = false;
+  absl::AnyInvocable<void()> on_return;
+};
+OutTensor Copy(at::Tensor tensor);
+OutTensor Lend(at::Tensor tensor, absl::AnyInvocable<void()> on_return = nullptr);
+
+/// What a tensor on the wire is, known before its bytes move. Always dense and contiguous.
+struct TensorMeta {
+  at::ScalarType dtype = at::ScalarType::Float;
+  std::vector<int64_t> sizes;
+  size_t bytes() const;
+};
+
+/// The content of a request or reply: plain values encoded with base::ByteWriter, and tensors.
+struct Payload {
+  std::string body;
+  std::vector<OutTensor> tensors;
+};
+struct Received {
+  std::string body;
+  std::vector<at::Tensor> tensors;
+};
+
+/// Answers one call, once: at once or later, from any thread. Destroyed unused it answers Internal ("the
+/// handler dropped the call"). Movable. Holds neither a thread nor window while it waits.
+class Responder {
+ public:
+  Responder();
+  Responder(Responder&&) noexcept;
+  Responder& operator=(Responder&&) noexcept;
+  ~Responder();
+  /// The caller sees an error with peer, address and method put before its message, and Ran::kYes.
+  void Reply(absl::StatusOr<Payload> reply) &&;
+
+ private:
+  friend class AgentImpl;
+  struct State;
+  explicit Responder(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+/// A call as its handler sees it.
+struct ServerCall {
+  base::MemberId caller;
+  MethodId method;
+  Received request;
+  absl::Time deadline;                       ///< The caller gives up then (on our clock).
+  std::function<bool()> cancelled;           ///< The caller gave up, or died. Thread-safe.
+  Responder responder;
+};
+using Handler = std::function<void(ServerCall)>;
+
+struct MethodOptions {
+  /// Where handlers run; null: the agent's pool. It must outlive the agent.
+  base::Executor* executor = nullptr;
+  /// Where the tensors of a request land: one contiguous tensor per meta, of its dtype and element
+  /// count. Runs on a loop thread before any tensor byte moves: it must not wait. An error refuses the
+  /// call (ran: no). Null: fresh CPU memory from a reused pool of the agent.
+  std::function<absl::StatusOr<std::vector<at::Tensor>>(
+      const base::MemberId& caller, absl::string_view body, absl::Span<const TensorMeta> metas)>
+      allocate;
+};
+
+struct CallOptions {
+  absl::Duration timeout = absl::Seconds(60);
+  /// Where the tensors of the reply land, in order; its count, dtypes and element counts must match
+  /// the reply's, else the call fails with FailedPrecondition and nothing was written. If the transfer breaks
+  /// in the middle and cannot be resumed the call fails with DataLoss: contents are then undefined.
+  std::vector<at::Tensor> reply_into;
+};
+
+using OnReply = absl::AnyInvocable<void(absl::StatusOr<Received>)>;
+
+/// A member as the agent knows it.
+struct Peer {
+  base::MemberId id;
+  std::vector<std::string> addresses;  ///< As Endpoint::Connect takes them.
+};
+
+struct AgentOptions {
+  std::shared_ptr<transport::Endpoint> endpoint;
+  base::MemberId self;
+  const base::Clock* clock = nullptr;  ///< Null: the real one.
+  int worker_threads = 4;
+  /// Bytes sent to one peer and not yet acknowledged; beyond it messages wait in order.
+  size_t window_bytes = size_t{256} << 20;
+  /// Bytes that may wait for window, per peer; beyond it calls fail with ResourceExhausted (ran: no).
+  size_t queue_bytes = size_t{1} << 30;
+  size_t inline_bytes = 64 << 10;  ///< Tensors up to this travel in the header.
+  absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
+};
+
+/// Thread-safe. The destructor is Shutdown with 5 s.
+class Agent {
+ public:
+  static absl::StatusOr<std::unique_ptr<Agent>> Start(AgentOptions options);
+  virtual ~Agent() = default;
+
+  /// Serves `method` from now on. AlreadyExists if it is served.
+  virtual absl::Status Register(MethodId method, Handler handler, MethodOptions options = {}) = 0;
+
+  /// Makes a member known by its name (calls to it then connect when first needed), or replaces an
+  /// older incarnation, whose calls fail (ran: maybe).
+  virtual void AddPeer(Peer peer) = 0;
+  /// Its calls in flight fail with `reason`, which names it, and so do later ones; one log line. A reason
+  /// of OK means that it left in order.
+  virtual void RemovePeer(const base::MemberId& id, absl::Status reason) = 0;
+  virtual std::optional<Peer> FindPeer(absl::string_view name) const = 0;
+  /// Called (on the pool) when the agent itself sees that a member is dead: its address refuses, or
+  /// answers as another incarnation, or reconnect_limit passed. Any number may be added.
+  virtual void OnPeerDead(std::function<void(const base::MemberId&, absl::Status)> observer) = 0;
+
+  /// Calls `method` on the member named `to` (which may be ourselves: then nothing touches the network).
+  /// `on_reply` runs exactly once, on the agent's pool, or on a loop thread if `to` answered and
+  /// `on_reply_inline`; never inside Call. Errors name peer, address, method, and whether it ran:
+  /// NotFound (no such peer; no such method: ran no), DeadlineExceeded, Unavailable (peer died),
+  /// ResourceExhausted (queue full: ran no), Cancelled (shut down).
+  virtual void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
+                    OnReply on_reply) = 0;
+  base::Future<Received> Call(absl::string_view to, const MethodId& method, Payload request,
+                              CallOptions options = {});
+
+  /// One way: the handler's reply is dropped. The future completes when the peer has received it
+  /// (acknowledged, to be run once).
+  virtual base::Future<base::Unit> Send(absl::string_view to, const MethodId& method, Payload request) = 0;
+
+  virtual const base::MemberId& self() const = 0;
+  virtual std::vector<std::string> addresses() const = 0;
+  virtual base::Executor* pool() = 0;
+  virtual base::Timer* timer() = 0;
+  virtual const base::Clock* clock() const = 0;
+  virtual transport::Endpoint* endpoint() = 0;
+
+  /// Refuses new calls, drains what is unsent and unacknowledged, then closes and joins; what is left at
+  /// `limit` is dropped, and the error says what. Idempotent. Not on a pool thread.
+  virtual absl::Status Shutdown(absl::Duration limit) = 0;
+};
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,87 @@
+#include "atoll/base/executor.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "atoll/base/future.h"
+
+namespace Atoll::base {
+namespace {
+
+constexpr absl::Duration kHang = absl::Seconds(30);
+
+TEST(ThreadPool, RunsEverythingBeforeItEnds) {
+  std::atomic<int> ran = 0;
+  {
+    ThreadPool pool({.threads = 3});
+    for (int i = 0; i < 1000; ++i) pool.Schedule([&] { ++ran; });
+  }
+  EXPECT_EQ(ran, 1000);
+}
+
+TEST(ThreadPool, NestedWaitsWithOneThreadDoNotDeadlock) {
+  ThreadPool pool({.threads = 1});
+  // Each task waits for the next one: depth 50 on a pool of one thread.
+  std::vector<Promise<int>> promises(51);
+  promises[50].Set(0);
+  for (int i = 0; i < 50; ++i) {
+    pool.Schedule([&, i] {
+      absl::StatusOr<int> inner = promises[i + 1].future().Wait(kHang);
+      promises[i].Set(inner.ok() ? absl::StatusOr<int>(*inner + 1) : inner);
+    });
+  }
+  absl::StatusOr<int> result = promises[0].future().Wait(kHang);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(*result, 50);
+}
+
+TEST(ThreadPool, AtItsLimitAWaitIsRefusedNotADeadlock) {
+  ThreadPool pool({.threads = 1, .max_threads = 3});
+  Promise<Unit> never;
+  Promise<absl::StatusCode> refused;
+  for (int i = 0; i < 3; ++i) {
+    pool.Schedule([&] {
+      absl::StatusOr<Unit> result = never.future().Wait(kHang);
+      if (!result.ok()) refused.Set(result.status().code());
+    });
+  }
+  absl::StatusOr<absl::StatusCode> code = refused.future().Wait(kHang);
+  ASSERT_TRUE(code.ok());
+  EXPECT_EQ(*code, absl::StatusCode::kResourceExhausted);
+  never.Set(Unit{});
+}
+
+TEST(SerialExecutor, KeepsOrderAndNeverOverlaps) {
+  std::vector<int> order;  // Unguarded on purpose: the sanitizers see an overlap.
+  {
+    ThreadPool pool({.threads = 4});
+    auto serial = SerialExecutor::Create(&pool);
+    for (int i = 0; i < 500; ++i) serial->Schedule([&order, i] { order.push_back(i); });
+  }
+  ASSERT_EQ(order.size(), 500u);
+  for (int i = 0; i < 500; ++i) EXPECT_EQ(order[i], i);
+}
+
+TEST(Timer, RunsInOrderOfTimeAndCancels) {
+  RealClock clock;
+  std::vector<int> order;
+  absl::Notification done;
+  Timer timer(&clock);
+  absl::Time now = clock.Now();
+  Timer::Id cancelled = timer.At(now + absl::Seconds(3600), [&] { order.push_back(9); });
+  timer.At(now + absl::Milliseconds(2), [&] {
+    order.push_back(2);
+    done.Notify();
+  });
+  timer.At(now + absl::Milliseconds(1), [&] { order.push_back(1); });
+  EXPECT_TRUE(timer.Cancel(cancelled));
+  EXPECT_FALSE(timer.Cancel(cancelled));
+  ASSERT_TRUE(done.WaitForNotificationWithTimeout(kHang));
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+}
+
+}  // namespace
+}  // namespace Atoll::base

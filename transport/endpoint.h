@@ -1,0 +1,92 @@
+// A rank's door to its job: one port for everything, and the connections to others.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "atoll/base/ids.h"
+#include "atoll/transport/pipe.h"
+
+namespace Atoll::transport {
+
+/// The secret of a job: 16 to 4,096 bytes. Never logged, never printed.
+struct JobKey {
+  std::string bytes;
+};
+
+struct EndpointOptions {
+  std::string job;      ///< The job's id; endpoints of different jobs refuse each other.
+  base::MemberId self;  ///< Who we are, proved to every peer.
+  JobKey key;
+
+  /// Address to bind: an IPv4 or IPv6 literal ("0.0.0.0", "::1"), a host name, or an interface's name
+  /// ("eth0").
+  std::string bind = "127.0.0.1";
+  /// First port tried and how many; 0 lets the system choose.
+  int port = 0;
+  int port_count = 1;
+  bool enable_unix = true;  ///< Abstract Unix sockets beside TCP, used between processes of one host.
+  bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
+
+  absl::Duration handshake_limit = absl::Seconds(10);  ///< A stranger is cut off after this.
+  int max_unauthenticated = 256;             ///< Beyond it the oldest stranger is dropped.
+  size_t max_header_bytes = 16 << 20;        ///< Of a message.
+  size_t max_tensors = 4096;                 ///< In a message.
+  size_t max_tensor_bytes = size_t{1} << 40; ///< Each.
+};
+
+/// Thread-safe. The destructor is Close() and Join().
+class Endpoint {
+ public:
+  virtual ~Endpoint() = default;
+
+  /// Where peers can reach us, best first, each as Connect takes it: "unix:@name" (same host and
+  /// network namespace only) and "host:port" or "[v6]:port".
+  virtual std::vector<std::string> addresses() const = 0;
+  /// The TCP port that is bound.
+  virtual int port() const = 0;
+
+  /// From now on each authenticated peer's new pipe is given to `on_pipe` (on a loop thread). Before
+  /// it, new pipes wait. Called once.
+  virtual void OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe) = 0;
+
+  /// Opens a pipe to the first of `addresses` that answers the handshake (an address of a kind we do not
+  /// have, or a Unix one of another host, is passed over). `expected.name` must be the peer's name
+  /// unless empty, `expected.incarnation` its incarnation unless 0. `done` runs once, on a loop
+  /// thread, with the pipe or
+  ///   Unavailable: nobody answers (ran: no); the message has each address and what it said;
+  ///   NotFound: an endpoint answers, but it is another name or incarnation;
+  ///   Unauthenticated: it does not know the job key, or we do not;
+  ///   FailedPrecondition: another version, job, or set of transports; the text says which;
+  ///   DeadlineExceeded: `limit` passed.
+  virtual void Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane,
+                       absl::Duration limit,
+                       absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) = 0;
+
+  /// Counts since the start, for metrics and tests.
+  struct Counters {
+    uint64_t accepted = 0;         ///< Sockets accepted.
+    uint64_t authenticated = 0;    ///< Of those, that completed the handshake.
+    uint64_t refused = 0;          ///< Wrong bytes, key, version or job, or too slow.
+    uint64_t bytes_sent = 0;       ///< On all sockets, handshake and framing included.
+    uint64_t bytes_received = 0;
+  };
+  virtual Counters counters() const = 0;
+
+  /// Closes the door and every pipe; does not wait. Idempotent.
+  virtual void Close() = 0;
+  /// Waits until all threads ended and all callbacks ran. Not on a loop thread.
+  virtual void Join() = 0;
+};
+
+/// Binds and starts. AlreadyExists-free: a port in use is FailedPrecondition and names the ports tried;
+/// an address that is not ours, or an interface that is not there, is InvalidArgument and lists what
+/// there is.
+absl::StatusOr<std::shared_ptr<Endpoint>> CreateEndpoint(EndpointOptions options);
+
+}  // namespace Atoll::transport
