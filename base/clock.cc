@@ -17,8 +17,6 @@ int64_t MonotonicNanos() {
 
 RealClock::RealClock() : origin_(absl::Now()), origin_ns_(MonotonicNanos()) {}
 
-absl::Time RealClock::Now() const {
-  return origin_ + absl::Nanoseconds(MonotonicNanos() - origin_ns_);
-}
+absl::Time RealClock::Now() const { return origin_ + absl::Nanoseconds(MonotonicNanos() - origin_ns_); }
 
 }  // namespace Atoll::base

@@ -61,7 +61,8 @@ class Future {
   absl::StatusOr<T> Wait(absl::Duration limit) const {
     ThreadPool::BlockingScope blocking;
     if (!blocking.ok()) {
-      return absl::ResourceExhaustedError("every thread of the pool waits: more nested calls than its max_threads");
+      return absl::ResourceExhaustedError(
+          "every thread of the pool waits: more nested calls than its max_threads");
     }
     auto done = [state = state_.get()]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return state->result.has_value(); };
     absl::MutexLock lock(&state_->mu);

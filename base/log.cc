@@ -36,9 +36,7 @@ absl::string_view ShortFile(absl::string_view file) {
 
 void SetLogLevel(LogLevel level) { g_level.store(static_cast<int>(level)); }
 
-bool LogEnabled(LogLevel level) {
-  return static_cast<int>(level) >= g_level.load(std::memory_order_relaxed);
-}
+bool LogEnabled(LogLevel level) { return static_cast<int>(level) >= g_level.load(std::memory_order_relaxed); }
 
 bool ParseLogLevel(absl::string_view text, LogLevel* level) {
   constexpr const char* kNames[] = {"debug", "info", "warning", "error"};

@@ -35,13 +35,13 @@ class LogLine {
 
 }  // namespace Atoll::base
 
-#define ATOLL_LOG(severity)                                                              \
-  for (bool atoll_log_once = ::Atoll::base::LogEnabled(::Atoll::base::LogLevel::severity); \
-       atoll_log_once; atoll_log_once = false)                                           \
+#define ATOLL_LOG(severity)                                                                                \
+  for (bool atoll_log_once = ::Atoll::base::LogEnabled(::Atoll::base::LogLevel::severity); atoll_log_once; \
+       atoll_log_once = false)                                                                             \
   ::Atoll::base::LogLine(::Atoll::base::LogLevel::severity, __FILE__, __LINE__).stream()
 
 /// For our own bugs only, never for bytes from the wire or a user's mistake.
-#define ATOLL_CHECK(condition)                                                               \
-  for (bool atoll_failed = !(condition); atoll_failed; atoll_failed = false)                 \
-  ::Atoll::base::LogLine(::Atoll::base::LogLevel::kFatal, __FILE__, __LINE__).stream()       \
+#define ATOLL_CHECK(condition)                                                         \
+  for (bool atoll_failed = !(condition); atoll_failed; atoll_failed = false)           \
+  ::Atoll::base::LogLine(::Atoll::base::LogLevel::kFatal, __FILE__, __LINE__).stream() \
       << "check failed: " #condition " "

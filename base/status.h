@@ -40,10 +40,10 @@ absl::Status ErrnoStatus(int error_number, absl::string_view what);
 #define ATOLL_CONCAT(a, b) ATOLL_CONCAT_INNER(a, b)
 
 /// Returns from the calling function if `expression` (an absl::Status) is an error.
-#define ATOLL_RETURN_IF_ERROR(expression)             \
-  do {                                                \
-    absl::Status atoll_status = (expression);         \
-    if (!atoll_status.ok()) return atoll_status;      \
+#define ATOLL_RETURN_IF_ERROR(expression)        \
+  do {                                           \
+    absl::Status atoll_status = (expression);    \
+    if (!atoll_status.ok()) return atoll_status; \
   } while (false)
 
 /// Assigns the value of `expression` (an absl::StatusOr) to `target`, or returns its error.

@@ -93,8 +93,8 @@ struct ServerCall {
   base::MemberId caller;
   MethodId method;
   Received request;
-  absl::Time deadline;                       ///< The caller gives up then (on our clock).
-  std::function<bool()> cancelled;           ///< The caller gave up, or died. Thread-safe.
+  absl::Time deadline;              ///< The caller gives up then (on our clock).
+  std::function<bool()> cancelled;  ///< The caller gave up, or died. Thread-safe.
   Responder responder;
 };
 using Handler = std::function<void(ServerCall)>;
@@ -105,8 +105,8 @@ struct MethodOptions {
   /// Where the tensors of a request land: one contiguous tensor per meta, of its dtype and element
   /// count. Runs on a loop thread before any tensor byte moves: it must not wait. An error refuses the
   /// call (ran: no). Null: fresh CPU memory from a reused pool of the agent.
-  std::function<absl::StatusOr<std::vector<at::Tensor>>(
-      const base::MemberId& caller, absl::string_view body, absl::Span<const TensorMeta> metas)>
+  std::function<absl::StatusOr<std::vector<at::Tensor>>(const base::MemberId& caller, absl::string_view body,
+                                                        absl::Span<const TensorMeta> metas)>
       allocate;
 };
 
@@ -135,7 +135,7 @@ struct AgentOptions {
   size_t window_bytes = size_t{256} << 20;
   /// Bytes that may wait for window, per peer; beyond it calls fail with ResourceExhausted (ran: no).
   size_t queue_bytes = size_t{1} << 30;
-  size_t inline_bytes = 64 << 10;  ///< Tensors up to this travel in the header.
+  size_t inline_bytes = 64 << 10;                      ///< Tensors up to this travel in the header.
   absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
 };
 

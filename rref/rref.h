@@ -40,7 +40,8 @@ using Factory = std::function<absl::StatusOr<std::shared_ptr<Object>>(const base
 
 class ObjectSpace;
 
-/// One reference. Movable, not copyable (Share makes another); its destruction tells the owner. Thread-safe to call.
+/// One reference. Movable, not copyable (Share makes another); its destruction tells the owner. Thread-safe
+/// to call.
 class RRef {
  public:
   RRef();
@@ -80,7 +81,8 @@ class ObjectSpace {
   /// gives a reference to the first (its arguments are then ignored: get-or-create).
   /// Errors: NotFound (no such class, no such member), what the factory said, those of Agent::Call.
   virtual base::Future<std::shared_ptr<RRef>> Create(absl::string_view owner, absl::string_view class_name,
-                                                     rpc::Payload arguments, std::string pinned_name = "") = 0;
+                                                     rpc::Payload arguments,
+                                                     std::string pinned_name = "") = 0;
   /// A reference to a pinned object, by name. NotFound lists nothing but says the name and the owner.
   virtual base::Future<std::shared_ptr<RRef>> Find(absl::string_view owner, std::string pinned_name) = 0;
   virtual absl::Status Unpin(absl::string_view pinned_name) = 0;

@@ -34,10 +34,10 @@ struct EndpointOptions {
   bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
 
   absl::Duration handshake_limit = absl::Seconds(10);  ///< A stranger is cut off after this.
-  int max_unauthenticated = 256;             ///< Beyond it the oldest stranger is dropped.
-  size_t max_header_bytes = 16 << 20;        ///< Of a message.
-  size_t max_tensors = 4096;                 ///< In a message.
-  size_t max_tensor_bytes = size_t{1} << 40; ///< Each.
+  int max_unauthenticated = 256;                       ///< Beyond it the oldest stranger is dropped.
+  size_t max_header_bytes = 16 << 20;                  ///< Of a message.
+  size_t max_tensors = 4096;                           ///< In a message.
+  size_t max_tensor_bytes = size_t{1} << 40;           ///< Each.
 };
 
 /// Thread-safe. The destructor is Close() and Join().
@@ -70,10 +70,10 @@ class Endpoint {
 
   /// Counts since the start, for metrics and tests.
   struct Counters {
-    uint64_t accepted = 0;         ///< Sockets accepted.
-    uint64_t authenticated = 0;    ///< Of those, that completed the handshake.
-    uint64_t refused = 0;          ///< Wrong bytes, key, version or job, or too slow.
-    uint64_t bytes_sent = 0;       ///< On all sockets, handshake and framing included.
+    uint64_t accepted = 0;       ///< Sockets accepted.
+    uint64_t authenticated = 0;  ///< Of those, that completed the handshake.
+    uint64_t refused = 0;        ///< Wrong bytes, key, version or job, or too slow.
+    uint64_t bytes_sent = 0;     ///< On all sockets, handshake and framing included.
     uint64_t bytes_received = 0;
   };
   virtual Counters counters() const = 0;

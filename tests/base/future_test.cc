@@ -33,7 +33,8 @@ TEST(Future, ManyRacingCompletionsCompleteOnce) {
 
 TEST(Future, WaitHasALimit) {
   Promise<int> promise;
-  EXPECT_EQ(promise.future().Wait(absl::Milliseconds(1)).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(promise.future().Wait(absl::Milliseconds(1)).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
 }
 
 }  // namespace
