@@ -1,0 +1,95 @@
+// A model attached to the job's owners: its gradients leave while backward runs, its new parameters come
+// back.
+//
+//   auto session = Session::Join(cluster::LaunchFromEnvironment());
+//   auto trainer = Trainer::Attach(**session, model->named_parameters(), {.optimizer = AdamOptions{.lr =
+//   1e-3}, .policy = Sync{}}); for (auto& batch : data) { loss(model, batch).backward();
+//   ATOLL_RETURN_IF_ERROR((*trainer)->Step().status()); }
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "absl/status/statusor.h"
+#include "atoll/client/session.h"
+#include "atoll/shard_optim/options.h"
+
+namespace Atoll::client {
+
+/// Parameters by name, in the order of the model. Built from anything that is iterated as (key(), value()),
+/// as torch::nn::Module::named_parameters() is, or as pairs.
+class NamedTensors {
+ public:
+  NamedTensors(std::vector<std::pair<std::string, at::Tensor>> items) : items_(std::move(items)) {}
+  template <class Dict, class = decltype(std::declval<const Dict&>().begin()->key())>
+  NamedTensors(const Dict& dict) {
+    for (const auto& item : dict) items_.emplace_back(item.key(), item.value());
+  }
+  const std::vector<std::pair<std::string, at::Tensor>>& items() const { return items_; }
+
+ private:
+  std::vector<std::pair<std::string, at::Tensor>> items_;
+};
+
+struct TrainerOptions {
+  std::string name = "model";  ///< Of the attached model in the job.
+  shard_optim::AdamOptions optimizer;
+  shard_optim::Policy policy = shard_optim::Sync{};
+  size_t chunk_bytes = 4 << 20;
+  size_t small_parameter_bytes = 256 << 10;  ///< Parameters below are gathered into shared buckets.
+};
+
+/// What a step did.
+struct StepResult {
+  int64_t step = 0;         ///< Its number, from 1.
+  int contributors = 0;     ///< Workers whose gradients are in it (the smallest over the chunks). Async: 1.
+  uint64_t bytes_sent = 0;  ///< Tensor bytes of gradients, by this worker.
+  uint64_t bytes_received = 0;
+};
+
+/// Used from one thread (that of the training loop). The destructor removes the hooks and leaves the roster.
+class Trainer {
+ public:
+  /// Creates the shards on the owners (or finds them), compares names, shapes, dtypes and strides with the
+  /// other workers' (InvalidArgument names the first difference), and takes worker 0's values. Requires:
+  /// dense fp32 CPU leaves that require grad, without overlapping memory.
+  static absl::StatusOr<std::unique_ptr<Trainer>> Attach(Session& session, NamedTensors parameters,
+                                                         TrainerOptions options);
+  virtual ~Trainer() = default;
+
+  /// After backward(): waits until every parameter has its new value (sync: of this round). `.grad` of every
+  /// parameter is then undefined: gradients were handed over. Errors are those of the calls; after one,
+  /// parameters that may be half new are torn (torn()), and Step refuses until Refresh().
+  virtual absl::StatusOr<StepResult> Step() = 0;
+
+  /// Sets the learning rate from the next step on. In sync all workers must set the same: a disagreement is
+  /// refused.
+  virtual absl::Status SetLearningRate(double lr) = 0;
+
+  /// Receives all parameters whole from the owners.
+  virtual absl::Status Refresh() = 0;
+  /// Names of parameters that may hold half a value.
+  virtual std::vector<std::string> torn() const = 0;
+
+  /// This worker has no more data: rounds after this go on without it. Later Steps fail.
+  virtual absl::Status Leave() = 0;
+
+  /// Facts of an owner's shard, for reports.
+  struct ShardInfo {
+    std::string owner;
+    int64_t parameters = 0;    ///< Elements.
+    uint64_t state_bytes = 0;  ///< Of optimizer state.
+    int64_t steps = 0;         ///< Sync: rounds applied. Async: contributions applied.
+  };
+  virtual absl::StatusOr<std::vector<ShardInfo>> Shards() = 0;
+};
+
+/// CRC-32C over the bytes of all parameters in order: equal on two replicas exactly if their bits are (up to
+/// collisions).
+uint32_t Checksum(const NamedTensors& parameters);
+
+}  // namespace Atoll::client

@@ -1,0 +1,39 @@
+// One rank's stack, started and stopped in order: endpoint, agent, membership, object space. Servers and
+// workers are built on it; several may live in one process.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "atoll/cluster/launch.h"
+#include "atoll/rpc/agent.h"
+#include "atoll/rpc/membership.h"
+#include "atoll/rref/rref.h"
+
+namespace Atoll::rref {
+
+struct NodeOptions {
+  int worker_threads = 4;
+  absl::Duration lease = absl::Seconds(10);
+  transport::EndpointOptions endpoint;  ///< job, self, key, bind and port are taken from the Launch.
+};
+
+/// Thread-safe. The destructor is Stop with 5 s.
+class Node {
+ public:
+  /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there
+  /// (launch.join_limit).
+  static absl::StatusOr<std::unique_ptr<Node>> Start(const cluster::Launch& launch, NodeOptions options = {});
+  virtual ~Node() = default;
+
+  virtual const cluster::Launch& launch() const = 0;
+  virtual rpc::Agent& agent() = 0;
+  virtual rpc::Membership& membership() = 0;
+  virtual ObjectSpace& objects() = 0;
+
+  /// Leaves in order: refuses, drains, leaves, closes, joins. Bounded by `limit`; the error says what was
+  /// left. Idempotent.
+  virtual absl::Status Stop(absl::Duration limit) = 0;
+};
+
+}  // namespace Atoll::rref
