@@ -1,0 +1,16 @@
+# Abseil, linked statically: a binary of ours then runs on a machine that has torch but no Abseil, or
+# another release of it. Debian's package holds both forms, but its CMake targets name the shared one.
+find_package(absl REQUIRED)
+get_directory_property(atoll_imported IMPORTED_TARGETS)
+foreach(target ${atoll_imported})
+  if(target MATCHES "^absl::")
+    get_target_property(configurations ${target} IMPORTED_CONFIGURATIONS)
+    foreach(configuration ${configurations})
+      get_target_property(location ${target} IMPORTED_LOCATION_${configuration})
+      string(REGEX REPLACE "[.]so[.0-9]*$" ".a" archive "${location}")
+      if(EXISTS "${archive}")
+        set_target_properties(${target} PROPERTIES IMPORTED_LOCATION_${configuration} "${archive}")
+      endif()
+    endforeach()
+  endif()
+endforeach()
