@@ -80,9 +80,11 @@ class Responder {
   ~Responder();
   /// The caller sees an error with peer, address and method put before its message, and Ran::kYes.
   void Reply(absl::StatusOr<Payload> reply) &&;
+  /// One that gives the answer to `reply`, which runs once: to put something before an answer, and for
+  /// tests of handlers.
+  static Responder From(absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply);
 
  private:
-  friend class AgentImpl;
   struct State;
   explicit Responder(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
@@ -116,6 +118,8 @@ struct CallOptions {
   /// the reply's, else the call fails with FailedPrecondition and nothing was written. If the transfer breaks
   /// in the middle and cannot be resumed the call fails with DataLoss: contents are then undefined.
   std::vector<at::Tensor> reply_into;
+  /// Runs `on_reply` on the loop thread that brought the reply, without a hop: it must be short and not wait.
+  bool reply_inline = false;
 };
 
 using OnReply = absl::AnyInvocable<void(absl::StatusOr<Received>)>;
@@ -155,13 +159,16 @@ class Agent {
   /// of OK means that it left in order.
   virtual void RemovePeer(const base::MemberId& id, absl::Status reason) = 0;
   virtual std::optional<Peer> FindPeer(absl::string_view name) const = 0;
+  /// Learns who answers at `addresses` and makes it known as AddPeer does: for a first contact by address
+  /// (the coordinator's). Errors as of Endpoint::Connect; nothing is declared dead.
+  virtual base::Future<base::MemberId> Meet(std::vector<std::string> addresses, absl::Duration limit) = 0;
   /// Called (on the pool) when the agent itself sees that a member is dead: its address refuses, or
   /// answers as another incarnation, or reconnect_limit passed. Any number may be added.
   virtual void OnPeerDead(std::function<void(const base::MemberId&, absl::Status)> observer) = 0;
 
   /// Calls `method` on the member named `to` (which may be ourselves: then nothing touches the network).
   /// `on_reply` runs exactly once, on the agent's pool, or on a loop thread if `to` answered and
-  /// `on_reply_inline`; never inside Call. Errors name peer, address, method, and whether it ran:
+  /// options.reply_inline; never inside Call. Errors name peer, address, method, and whether it ran:
   /// NotFound (no such peer; no such method: ran no), DeadlineExceeded, Unavailable (peer died),
   /// ResourceExhausted (queue full: ran no), Cancelled (shut down).
   virtual void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
