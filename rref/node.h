@@ -2,6 +2,7 @@
 // workers are built on it; several may live in one process.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "absl/status/statusor.h"
@@ -15,14 +16,20 @@ namespace Atoll::rref {
 struct NodeOptions {
   int worker_threads = 4;
   absl::Duration lease = absl::Seconds(10);
-  transport::EndpointOptions endpoint;  ///< job, self, key, bind and port are taken from the Launch.
+  transport::EndpointOptions endpoint;  ///< job, self, key and bind are taken from the Launch; the
+                                        ///< coordinator's port too.
+  /// Runs before we join: classes and methods that others may use as soon as we are there are registered
+  /// here. An error ends the start.
+  std::function<absl::Status(ObjectSpace&, rpc::Agent&)> before_join;
 };
 
 /// Thread-safe. The destructor is Stop with 5 s.
 class Node {
  public:
   /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there
-  /// (launch.join_limit).
+  /// (launch.join_limit). Errors: InvalidArgument (a launch that contradicts itself, a wrong bind address),
+  /// FailedPrecondition (the port is in use), those of Membership::Join, DeadlineExceeded (names the ranks
+  /// that are missing).
   static absl::StatusOr<std::unique_ptr<Node>> Start(const cluster::Launch& launch, NodeOptions options = {});
   virtual ~Node() = default;
 
