@@ -62,7 +62,7 @@ class RRef {
   base::Future<base::Unit> Release() &&;
 
  private:
-  friend class ObjectSpace;
+  friend class ObjectSpaceImpl;
   struct State;
   std::shared_ptr<State> state_;
 };

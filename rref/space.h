@@ -1,0 +1,76 @@
+// What is behind ObjectSpace: shared by its handlers (which the agent keeps) and the references it gave out,
+// so that either may outlive it; after Close it only refuses. Private to this folder.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "atoll/base/executor.h"
+#include "atoll/rref/fork_core.h"
+#include "atoll/rref/rref.h"
+
+namespace Atoll::rref {
+
+/// Thread-safe. No object is called, made or destroyed under the lock.
+class Space : public std::enable_shared_from_this<Space> {
+ public:
+  explicit Space(rpc::Agent* agent);
+
+  /// Registers rref's methods with the agent.
+  absl::Status Serve();
+  /// Refuses all from now on; destroys the objects.
+  void Close();
+
+  absl::Status RegisterClass(std::string class_name, Factory factory);
+  base::ForkId NewFork();
+  absl::StatusOr<std::shared_ptr<Object>> Local(const base::ObjectId& id) const;
+  absl::Status Unpin(absl::string_view pinned_name);
+  std::vector<ObjectSpace::Entry> List() const;
+  void OnPeerGone(const base::MemberId& member, absl::Status reason);
+
+  /// The agent, while calls may be made; else FailedPrecondition. With `owner`: Unavailable if that is gone.
+  absl::StatusOr<rpc::Agent*> agent() const;
+  absl::StatusOr<rpc::Agent*> AgentFor(const base::MemberId& owner) const;
+  rpc::Agent* raw_agent() const { return agent_; }
+
+ private:
+  struct Held {
+    std::string class_name;
+    std::shared_ptr<Object> object;  // Null while its factory runs.
+  };
+  using Replies = std::vector<std::pair<rpc::Responder, absl::StatusOr<base::ObjectId>>>;
+
+  void HandleCreate(rpc::ServerCall call);
+  void HandleFind(rpc::ServerCall call);
+  void HandleRelease(rpc::ServerCall call);
+  void HandleCall(rpc::ServerCall call);
+  absl::StatusOr<std::vector<at::Tensor>> AllocateForCall(const base::MemberId& caller,
+                                                          absl::string_view body,
+                                                          absl::Span<const rpc::TensorMeta> metas);
+  // Runs the factory and answers everybody who waits for `id`.
+  void Make(const base::ObjectId& id, const std::string& class_name, const Factory& factory,
+            const base::MemberId& creator, rpc::Received arguments);
+  absl::Status CheckCallerLocked(const base::ForkId& fork, const base::MemberId& caller) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Takes the objects out; they are destroyed on the pool.
+  void Drop(const std::vector<base::ObjectId>& ids);
+
+  rpc::Agent* const agent_;
+  const std::shared_ptr<base::SerialExecutor> events_;  // OnPeerGone of objects, in order.
+
+  mutable absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  ForkCore core_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_fork_ ABSL_GUARDED_BY(mu_) = 1;
+  absl::flat_hash_map<std::string, std::shared_ptr<const Factory>> classes_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<base::ObjectId, Held> objects_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<base::ForkId, rpc::Responder> waiting_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<base::MemberId, absl::Status> gone_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace Atoll::rref

@@ -1,0 +1,129 @@
+#include "atoll/rref/wire.h"
+
+#include <utility>
+
+#include "atoll/base/bytes.h"
+#include "atoll/base/status.h"
+
+namespace Atoll::rref {
+namespace {
+
+using base::ByteReader;
+using base::ByteWriter;
+
+template <class Id>
+void PutId(ByteWriter& writer, const Id& id) {
+  writer.Put<uint64_t>(id.creator.value());
+  writer.Put<uint64_t>(id.counter);
+}
+
+template <class Id>
+Id GetId(ByteReader& reader) {
+  Id id;
+  id.creator = base::Incarnation(reader.Get<uint64_t>());
+  id.counter = reader.Get<uint64_t>();
+  return id;
+}
+
+}  // namespace
+
+const rpc::MethodId& CreateMethod() {
+  static const rpc::MethodId* const id = new rpc::MethodId{"rref.create", 1};
+  return *id;
+}
+const rpc::MethodId& FindMethod() {
+  static const rpc::MethodId* const id = new rpc::MethodId{"rref.find", 1};
+  return *id;
+}
+const rpc::MethodId& ReleaseMethod() {
+  static const rpc::MethodId* const id = new rpc::MethodId{"rref.release", 1};
+  return *id;
+}
+const rpc::MethodId& CallMethod() {
+  static const rpc::MethodId* const id = new rpc::MethodId{"rref.call", 1};
+  return *id;
+}
+
+std::string Encode(const CreateRequest& request, absl::string_view arguments) {
+  ByteWriter writer;
+  PutId(writer, request.fork);
+  writer.PutString(request.class_name);
+  writer.PutString(request.pinned_name);
+  writer.PutRaw(arguments);
+  return std::move(writer).Take();
+}
+
+absl::StatusOr<CreateRequest> DecodeCreate(absl::string_view body) {
+  ByteReader reader(body);
+  CreateRequest request;
+  request.fork = GetId<base::ForkId>(reader);
+  request.class_name = std::string(reader.GetString(kMaxClassNameBytes));
+  request.pinned_name = std::string(reader.GetString(kMaxPinnedNameBytes));
+  request.arguments_at = reader.position();
+  ATOLL_RETURN_IF_ERROR(reader.status());
+  return request;
+}
+
+std::string Encode(const FindRequest& request) {
+  ByteWriter writer;
+  PutId(writer, request.fork);
+  writer.PutString(request.pinned_name);
+  return std::move(writer).Take();
+}
+
+absl::StatusOr<FindRequest> DecodeFind(absl::string_view body) {
+  ByteReader reader(body);
+  FindRequest request;
+  request.fork = GetId<base::ForkId>(reader);
+  request.pinned_name = std::string(reader.GetString(kMaxPinnedNameBytes));
+  ATOLL_RETURN_IF_ERROR(reader.Finish());
+  return request;
+}
+
+std::string Encode(const base::ForkId& fork) {
+  ByteWriter writer;
+  PutId(writer, fork);
+  return std::move(writer).Take();
+}
+
+absl::StatusOr<base::ForkId> DecodeFork(absl::string_view body) {
+  ByteReader reader(body);
+  auto fork = GetId<base::ForkId>(reader);
+  ATOLL_RETURN_IF_ERROR(reader.Finish());
+  return fork;
+}
+
+std::string Encode(const base::ObjectId& id) {
+  ByteWriter writer;
+  PutId(writer, id);
+  return std::move(writer).Take();
+}
+
+absl::StatusOr<base::ObjectId> DecodeObject(absl::string_view body) {
+  ByteReader reader(body);
+  auto id = GetId<base::ObjectId>(reader);
+  ATOLL_RETURN_IF_ERROR(reader.Finish());
+  return id;
+}
+
+std::string Encode(const CallPrefix& prefix, absl::string_view request) {
+  ByteWriter writer;
+  PutId(writer, prefix.object);
+  writer.PutString(prefix.method.name);
+  writer.Put<uint32_t>(prefix.method.version);
+  writer.PutRaw(request);
+  return std::move(writer).Take();
+}
+
+absl::StatusOr<CallPrefix> DecodeCall(absl::string_view body) {
+  ByteReader reader(body);
+  CallPrefix prefix;
+  prefix.object = GetId<base::ObjectId>(reader);
+  prefix.method.name = std::string(reader.GetString(kMaxMethodNameBytes));
+  prefix.method.version = reader.Get<uint32_t>();
+  prefix.request_at = reader.position();
+  ATOLL_RETURN_IF_ERROR(reader.status());
+  return prefix;
+}
+
+}  // namespace Atoll::rref
