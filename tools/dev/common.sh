@@ -1,0 +1,120 @@
+# What the commands of ./dev share. Sourced, in the root of the tree.
+set -euo pipefail
+
+TORCH_VERSION=2.11.0
+CUDA_HOME=${ATOLL_CUDA_HOME:-/usr/local/cuda}
+LOGS=build/logs
+
+# say PHASE TEXT: a line of progress.
+say() { printf '[%s] %s\n' "$1" "$2"; }
+
+# die TEXT...: what is wrong, and what to do about it.
+die() {
+  printf 'dev: %s\n' "$1" >&2
+  shift
+  for line in "$@"; do printf '     %s\n' "$line" >&2; done
+  exit 1
+}
+
+have_toolkit() { [ -x "$CUDA_HOME/bin/nvcc" ]; }
+
+# The installed torch named by an earlier --torch, or nothing.
+remembered_torch() { cat build/torch-dir 2>/dev/null || true; }
+
+# remember_torch DIR: DIR is a torch package, or a site-packages or virtual environment that holds one.
+remember_torch() {
+  local dir
+  for dir in "$1" "$1"/torch "$1"/lib/python3*/site-packages/torch; do
+    [ -e "$dir/lib/libtorch_cpu.so" ] || continue
+    dir=$(readlink -f "$dir")
+    grep -q "__version__ = '$TORCH_VERSION" "$dir/version.py" ||
+      die "torch in $dir is $(sed -n "s/^__version__ = '\(.*\)'/\1/p" "$dir/version.py"); needed is $TORCH_VERSION."
+    mkdir -p build
+    echo "$dir" >build/torch-dir
+    say setup "torch from $dir (remembered in build/torch-dir; remove that file to go back to .venv)"
+    return
+  done
+  die "no torch in $1: looked for lib/libtorch_cpu.so there, in torch/ and in lib/python3*/site-packages/torch/."
+}
+
+# Compilations at one time: a file that includes torch/torch.h needs 1.3 GB.
+jobs_default() {
+  local cores memory
+  cores=$(nproc)
+  memory=$(awk '/MemAvailable/ { print int($2 / 1500000) }' /proc/meminfo)
+  [ "$memory" -ge 1 ] || memory=1
+  echo $((cores < memory ? cores : memory))
+}
+JOBS=${ATOLL_JOBS:-$(jobs_default)}
+
+# logged NAME COMMAND...: runs it with its output in a log; on failure shows the end and names the log.
+logged() {
+  local log=$LOGS/$1.log
+  shift
+  mkdir -p "$LOGS"
+  if ! "$@" >"$log" 2>&1; then
+    tail -n 15 "$log" >&2
+    echo "dev: failed: $*" >&2
+    echo "     the whole output is in $log" >&2
+    return 1
+  fi
+}
+
+# take_sanitizers ARGS...: sets BUILD (the build folder) and SANITIZER; the other arguments are in REST.
+take_sanitizers() {
+  local names=() kinds=() arg
+  REST=()
+  for arg in "$@"; do
+    case $arg in
+      --asan) names+=(asan) kinds+=(address) ;;
+      --ubsan) names+=(ubsan) kinds+=(undefined) ;;
+      --tsan) names+=(tsan) kinds+=(thread) ;;
+      *) REST+=("$arg") ;;
+    esac
+  done
+  if [ ${#names[@]} -eq 0 ]; then
+    BUILD=build/release SANITIZER=
+    return
+  fi
+  BUILD=build/$(IFS=-; echo "${names[*]}")
+  SANITIZER=$(IFS=,; echo "${kinds[*]}")
+  case $SANITIZER in
+    *thread*,* | *,thread*) die "--tsan goes with no other sanitizer." ;;
+  esac
+}
+
+# configure: CMake in $BUILD, only when the options differ from the last time (ninja sees to the rest).
+configure() {
+  local options="-DATOLL_SANITIZER=$SANITIZER -DATOLL_CUDA_HOME=$CUDA_HOME -DATOLL_TORCH_DIR=$(remembered_torch)"
+  [ -e "$BUILD/build.ninja" ] && [ "$(cat "$BUILD/dev-options" 2>/dev/null)" = "$options" ] && return
+  say build "configuring $BUILD"
+  mkdir -p "$BUILD"
+  # Values looked up with another torch or toolkit are forgotten.
+  rm -f "$BUILD/CMakeCache.txt" "$BUILD/dev-options"
+  # shellcheck disable=SC2086  # Options are words.
+  logged "configure-$(basename "$BUILD")" cmake -S . -B "$BUILD" -G Ninja $options || exit 1
+  grep -h 'No CUDA toolkit' "$LOGS/configure-$(basename "$BUILD").log" | sed 's/^-- /[build] /' || true
+  echo "$options" >"$BUILD/dev-options"
+}
+
+# compile [TARGET ...]: brings them (default: all) up to date. A terminal sees ninja's own line; a log file
+# gets one line for each tenth of the work.
+compile() {
+  configure
+  if [ -t 1 ]; then
+    NINJA_STATUS="[build %f/%t %es] " ninja -j "$JOBS" -C "$BUILD" "$@" || die "the build in $BUILD failed."
+    return
+  fi
+  local log
+  log=$LOGS/build-$(basename "$BUILD").log
+  mkdir -p "$LOGS"
+  if ! NINJA_STATUS="[build %f/%t %es] " ninja -j "$JOBS" -C "$BUILD" "$@" 2>&1 | tee "$log" | awk '
+      match($0, /^\[build [0-9]+\/[0-9]+/) {
+        split(substr($0, 8), part, /[\/ ]/)
+        tenth = int(10 * part[1] / part[2])
+        if (part[2] >= 10 && tenth > last) { print $1, $2, $3; fflush(); last = tenth }
+      }'; then
+    grep -A 40 -m 1 '^FAILED' "$log" >&2 || tail -n 40 "$log" >&2
+    die "the build in $BUILD failed; the whole output is in $log"
+  fi
+}
