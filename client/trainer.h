@@ -2,9 +2,16 @@
 // back.
 //
 //   auto session = Session::Join(cluster::LaunchFromEnvironment());
-//   auto trainer = Trainer::Attach(**session, model->named_parameters(), {.optimizer = AdamOptions{.lr =
-//   1e-3}, .policy = Sync{}}); for (auto& batch : data) { loss(model, batch).backward();
-//   ATOLL_RETURN_IF_ERROR((*trainer)->Step().status()); }
+//   auto trainer = Trainer::Attach(**session, model->named_parameters(),
+//                                  {.optimizer = AdamOptions{.lr = 1e-3}, .policy = Sync{}});
+//   for (auto& batch : data) {
+//     loss(model, batch).backward();
+//     ATOLL_RETURN_IF_ERROR((*trainer)->Step().status());
+//   }
+//
+// A gradient leaves from its parameter's hook as soon as it is final, lent where it lies; when backward has
+// ended, the owners' new values land in the parameters' own memory. So between the end of backward and the
+// return of Step parameters change: read them before or after. A second backward before Step is an error.
 #pragma once
 
 #include <memory>
@@ -41,6 +48,13 @@ struct TrainerOptions {
   shard_optim::Policy policy = shard_optim::Sync{};
   size_t chunk_bytes = 4 << 20;
   size_t small_parameter_bytes = 256 << 10;  ///< Parameters below are gathered into shared buckets.
+  /// Gradient bytes on their way and not yet received: backward waits in a hook while there are more, so that
+  /// a slow network does not pile them up.
+  size_t window_bytes = 32 << 20;
+  /// The longest time from a backward's first gradient to its end.
+  absl::Duration backward_limit = absl::Minutes(10);
+  /// For the other workers to attach and the first values to come.
+  absl::Duration attach_limit = absl::Seconds(60);
 };
 
 /// What a step did.
@@ -51,26 +65,34 @@ struct StepResult {
   uint64_t bytes_received = 0;
 };
 
-/// Used from one thread (that of the training loop). The destructor removes the hooks and leaves the roster.
+/// Used from one thread (that of the training loop, and of its backward). The destructor removes the hooks
+/// and leaves the roster.
 class Trainer {
  public:
   /// Creates the shards on the owners (or finds them), compares names, shapes, dtypes and strides with the
   /// other workers' (InvalidArgument names the first difference), and takes worker 0's values. Requires:
-  /// dense fp32 CPU leaves that require grad, without overlapping memory.
+  /// dense fp32 CPU leaves that require grad, without overlapping memory, attached to no other trainer
+  /// (InvalidArgument, FailedPrecondition: name the parameter); a tensor under two names is trained once,
+  /// under the first. FailedPrecondition if the job has no owners. A worker that restarted, or comes late,
+  /// takes the present values and joins at the next step.
   static absl::StatusOr<std::unique_ptr<Trainer>> Attach(Session& session, NamedTensors parameters,
                                                          TrainerOptions options);
   virtual ~Trainer() = default;
 
   /// After backward(): waits until every parameter has its new value (sync: of this round). `.grad` of every
   /// parameter is then undefined: gradients were handed over. Errors are those of the calls; after one,
-  /// parameters that may be half new are torn (torn()), and Step refuses until Refresh().
+  /// parameters that may be half new are torn (torn()), and Step refuses (FailedPrecondition, naming them)
+  /// until Refresh(). Without a backward before it, it contributes no gradients. FailedPrecondition after two
+  /// backwards (the first counted, and the step was made), Aborted after one that threw (what had left
+  /// counted), both naming a parameter.
   virtual absl::StatusOr<StepResult> Step() = 0;
 
   /// Sets the learning rate from the next step on. In sync all workers must set the same: a disagreement is
   /// refused.
   virtual absl::Status SetLearningRate(double lr) = 0;
 
-  /// Receives all parameters whole from the owners.
+  /// Receives all parameters whole from the owners, as they hold them now; after a failed Step, takes part
+  /// again.
   virtual absl::Status Refresh() = 0;
   /// Names of parameters that may hold half a value.
   virtual std::vector<std::string> torn() const = 0;

@@ -50,6 +50,7 @@ class NodeImpl : public Node {
   absl::Status Join(const NodeOptions& options);
   void Watch();
   void Destroy();
+  std::string PublicHost() const;
 
   const cluster::Launch launch_;
   std::shared_ptr<transport::Endpoint> endpoint_;
@@ -83,6 +84,18 @@ absl::Status NodeImpl::Listen(const NodeOptions& options) {
   return absl::OkStatus();
 }
 
+// Where others reach the port that we bound: an address bound for all interfaces says nothing.
+std::string NodeImpl::PublicHost() const {
+  if (launch_.bind == "0.0.0.0" || launch_.bind == "::") return launch_.coordinator_host;
+  for (const std::string& address : agent_->addresses()) {
+    if (absl::StartsWith(address, "unix:")) continue;
+    std::string host = address.substr(0, address.rfind(':'));
+    if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+    return host;
+  }
+  return launch_.coordinator_host;
+}
+
 absl::Status NodeImpl::Join(const NodeOptions& options) {
   rpc::MembershipOptions membership;
   membership.rank = base::Rank(launch_.rank);
@@ -95,12 +108,13 @@ absl::Status NodeImpl::Join(const NodeOptions& options) {
     ATOLL_ASSIGN_OR_RETURN(membership_, rpc::Membership::Serve(agent_.get(), membership));
     Watch();
     if (launch_.agent_store) {
-      ATOLL_RETURN_IF_ERROR(cluster::PublishCoordinator(launch_, agent_->addresses()));
+      ATOLL_RETURN_IF_ERROR(
+          cluster::PublishCoordinator(launch_, PublicHost(), endpoint_->port(), launch_.join_limit));
     }
   } else {
     std::vector<std::string> coordinator{HostPort(launch_.coordinator_host, launch_.coordinator_port)};
     if (launch_.agent_store) {
-      ATOLL_ASSIGN_OR_RETURN(coordinator, cluster::FindCoordinator(launch_));
+      ATOLL_ASSIGN_OR_RETURN(coordinator.front(), cluster::FindCoordinator(launch_, launch_.join_limit));
     }
     membership.join_limit = std::max(limit - absl::Now(), absl::Seconds(1));
     ATOLL_ASSIGN_OR_RETURN(membership_,

@@ -1,0 +1,81 @@
+#include "atoll/client/attach.h"
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "atoll/base/status.h"
+
+namespace Atoll::client {
+namespace {
+
+// An attempt fails where a round began between two answers; later ones aim further ahead.
+constexpr int kJoinAttempts = 100;
+constexpr int kAttemptsAStep = 8;
+
+absl::StatusOr<Exchange::Result> RunAll(const std::shared_ptr<Exchange>& exchange, absl::Duration limit,
+                                        const std::function<void(int)>& start) {
+  const absl::Time deadline = absl::Now() + limit;
+  exchange->Begin(deadline);
+  for (int chunk = 0; chunk < static_cast<int>(exchange->layout().chunks().size()); ++chunk) start(chunk);
+  return exchange->Wait(deadline + absl::Seconds(5));
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<shard_optim::Attach::Reply>> Register(const ShardSet& shards, int worker,
+                                                                 absl::Duration limit) {
+  std::vector<shard_optim::Attach> requests(shards.count());
+  for (int i = 0; i < shards.count(); ++i) {
+    requests[i].worker = worker;
+    requests[i].arguments = shards.arguments();
+    requests[i].arguments.owner = i;
+  }
+  return shards.CallAll(requests, limit);
+}
+
+absl::StatusOr<int64_t> JoinRoster(const ShardSet& shards,
+                                   const std::vector<shard_optim::Attach::Reply>& registered,
+                                   absl::Duration limit) {
+  const absl::Time deadline = absl::Now() + limit;
+  int64_t from_step = 1;
+  bool at_start = true;
+  for (const auto& reply : registered) {
+    at_start &= reply.joined && reply.next_step == 1;
+    from_step = std::max(from_step, reply.next_step);
+  }
+  if (at_start) return 1;
+  // The owners' rounds go on meanwhile, and all must agree on our first: one that began on any of them moves
+  // it on all.
+  for (int attempt = 1; attempt <= kJoinAttempts; ++attempt) {
+    shard_optim::Join request;
+    request.from_step = from_step;
+    const absl::Duration left = std::max(deadline - absl::Now(), absl::Milliseconds(1));
+    ATOLL_ASSIGN_OR_RETURN(auto replies, shards.CallAll<shard_optim::Join>({request}, left));
+    bool accepted = true;
+    for (const auto& reply : replies) {
+      accepted &= reply.accepted;
+      if (!reply.accepted) from_step = std::max(from_step + 1, reply.next_step + attempt / kAttemptsAStep);
+    }
+    if (accepted) return request.from_step;
+  }
+  return absl::AbortedError(
+      absl::StrCat("rounds went on faster than this worker could join, up to step ", from_step));
+}
+
+absl::Status LoadAll(const std::shared_ptr<Exchange>& exchange, absl::Duration limit) {
+  exchange->StageValues();
+  auto result = RunAll(exchange, limit, [&](int chunk) { exchange->Load(chunk); });
+  return base::Annotate(result.status(), "loading the first values");
+}
+
+absl::StatusOr<int64_t> PullAll(const std::shared_ptr<Exchange>& exchange, int64_t min_step,
+                                absl::Duration limit) {
+  auto result = RunAll(exchange, limit, [&](int chunk) { exchange->Pull(chunk, min_step); });
+  if (!result.ok()) return base::Annotate(result.status(), "receiving the owners' values");
+  return result->oldest_step;
+}
+
+}  // namespace Atoll::client

@@ -1,0 +1,303 @@
+#include "atoll/client/exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "atoll/base/executor.h"
+#include "atoll/base/log.h"
+#include "atoll/base/status.h"
+
+namespace Atoll::client {
+namespace {
+
+// Before a push that an owner had no room for is sent again.
+constexpr absl::Duration kRetryPause = absl::Milliseconds(20);
+
+absl::Duration Until(absl::Time deadline) { return std::max(deadline - absl::Now(), absl::Milliseconds(1)); }
+
+}  // namespace
+
+Exchange::Exchange(shard_optim::Layout layout, ParameterSet parameters, std::unique_ptr<ShardSet> shards,
+                   Limits limits)
+    : layout_(std::move(layout)),
+      parameters_(std::move(parameters)),
+      shards_(std::move(shards)),
+      staging_(layout_),
+      limits_(limits),
+      core_(&layout_),
+      pending_(layout_.chunks().size()) {}
+
+void Exchange::Begin(absl::Time deadline) {
+  absl::MutexLock lock(&mu_);
+  core_.Begin();
+  deadline_ = deadline;
+  landing_status_ = absl::OkStatus();
+  result_ = Result{};
+  result_.oldest_step = INT64_MAX;
+}
+
+// Waits for window; a message above the whole window goes when nothing else is on its way.
+bool Exchange::AdmitLocked(size_t bytes) {
+  auto fits = [this, bytes]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    return unreceived_bytes_ == 0 || unreceived_bytes_ + bytes <= limits_.window_bytes;
+  };
+  return mu_.AwaitWithTimeout(absl::Condition(&fits), deadline_ - absl::Now());
+}
+
+// The loan's end makes room in the window.
+rpc::OutTensor Exchange::LendCounted(at::Tensor tensor) {
+  const size_t bytes = tensor.nbytes();
+  {
+    absl::MutexLock lock(&mu_);
+    unreceived_bytes_ += bytes;
+    ++loans_;
+    result_.bytes_sent += bytes;
+  }
+  return rpc::Lend(std::move(tensor), [self = shared_from_this(), bytes] {
+    absl::MutexLock lock(&self->mu_);
+    self->unreceived_bytes_ -= bytes;
+    --self->loans_;
+  });
+}
+
+rpc::CallOptions Exchange::LandingOptions(int chunk) {
+  rpc::CallOptions options;
+  {
+    absl::MutexLock lock(&mu_);
+    options.timeout = Until(deadline_);
+  }
+  if (staging_.direct(chunk)) {
+    const shard_optim::Segment& segment = layout_.chunks()[chunk].segments.front();
+    options.reply_into.push_back(parameters_.Slice(segment.parameter, segment.begin, segment.end));
+  } else {
+    options.reply_into.push_back(staging_.landing(chunk));
+  }
+  return options;
+}
+
+void Exchange::Push(const Step& step, int chunk, at::Tensor gradient, std::string defined) {
+  bool admitted = false;
+  {
+    base::ThreadPool::BlockingScope blocking;
+    absl::MutexLock lock(&mu_);
+    core_.Sent(chunk);
+    admitted = AdmitLocked(gradient.defined() ? gradient.nbytes() : 0);
+    if (admitted && gradient.defined()) {
+      pending_[chunk] = Pending{step, gradient, defined};
+      pending_order_.push_back(chunk);
+      pending_bytes_ += gradient.nbytes();
+      // What was received long ago will not be refused any more. Gathered ones are only borrowed from
+      // staging.
+      while (pending_bytes_ > limits_.retained_bytes && pending_order_.size() > 1) {
+        ForgetLocked(pending_order_.front());
+      }
+    }
+  }
+  if (!admitted) {
+    return Fail(chunk, absl::DeadlineExceededError(absl::StrCat("earlier gradients were not received: ",
+                                                                shards_->owner(layout_.chunks()[chunk].owner),
+                                                                " or the way to it is stalled")));
+  }
+  SendPush(step, chunk, std::move(gradient), std::move(defined));
+}
+
+void Exchange::SendPush(const Step& step, int chunk, at::Tensor gradient, std::string defined) {
+  shard_optim::PushGradient request;
+  request.step = step.number;
+  request.chunk = chunk;
+  request.optimizer = step.optimizer;
+  request.defined = std::move(defined);
+  std::vector<rpc::OutTensor> tensors;
+  if (gradient.defined()) tensors.push_back(LendCounted(std::move(gradient)));
+  shards_->Call<shard_optim::PushGradient>(layout_.chunks()[chunk].owner, request, std::move(tensors),
+                                           LandingOptions(chunk),
+                                           [self = shared_from_this(), step, chunk](auto answer) {
+                                             self->OnPushed(step, chunk, std::move(answer));
+                                           });
+}
+
+void Exchange::OnPushed(const Step& step, int chunk,
+                        absl::StatusOr<ShardSet::Answer<shard_optim::PushGradient>> answer) {
+  if (!answer.ok()) {
+    if (absl::IsResourceExhausted(answer.status()) && Retry(chunk, answer.status())) return;
+    return Fail(chunk, answer.status());
+  }
+  if (step.exact && answer->reply.step != step.number) {
+    return Fail(chunk, absl::DataLossError(absl::StrCat("a value of step ", answer->reply.step,
+                                                        " came for step ", step.number)));
+  }
+  Arrived(chunk, answer->tensors, answer->reply.contributors, answer->reply.step);
+}
+
+// The owner took nothing, for want of room: the same is sent again after a pause. False if we no longer have
+// it, or time is over.
+bool Exchange::Retry(int chunk, const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!pending_[chunk].has_value() || absl::Now() + kRetryPause >= deadline_) return false;
+  }
+  rpc::Agent* agent = shards_->agent();
+  agent->timer()->At(agent->clock()->Now() + kRetryPause, [weak = weak_from_this(), chunk, agent] {
+    agent->pool()->Schedule([weak, chunk] {
+      if (auto self = weak.lock()) self->Resend(chunk);
+    });
+  });
+  return true;
+}
+
+void Exchange::Resend(int chunk) {
+  Pending again;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!pending_[chunk].has_value()) return;
+    again = *pending_[chunk];
+  }
+  SendPush(again.step, chunk, std::move(again.gradient), std::move(again.defined));
+}
+
+void Exchange::ForgetLocked(int chunk) {
+  if (!pending_[chunk].has_value()) return;
+  pending_bytes_ -= pending_[chunk]->gradient.nbytes();
+  pending_[chunk].reset();
+  auto at = std::find(pending_order_.begin(), pending_order_.end(), chunk);
+  if (at != pending_order_.end()) pending_order_.erase(at);
+}
+
+void Exchange::OpenLanding(int64_t step) {
+  shard_optim::OpenLanding request;
+  request.step = step;
+  rpc::CallOptions options;
+  {
+    absl::MutexLock lock(&mu_);
+    options.timeout = Until(deadline_);
+  }
+  for (int owner = 0; owner < shards_->count(); ++owner) {
+    if (layout_.owners()[owner].chunk_count == 0) continue;
+    shards_->Call<shard_optim::OpenLanding>(owner, request, {}, options,
+                                            [self = shared_from_this()](auto answer) {
+                                              if (answer.ok()) return;
+                                              absl::MutexLock lock(&self->mu_);
+                                              self->landing_status_.Update(answer.status());
+                                            });
+  }
+}
+
+void Exchange::Pull(int chunk, int64_t min_step) {
+  {
+    absl::MutexLock lock(&mu_);
+    core_.Sent(chunk);
+  }
+  shard_optim::Pull request;
+  request.chunk = chunk;
+  request.min_step = min_step;
+  shards_->Call<shard_optim::Pull>(layout_.chunks()[chunk].owner, request, {}, LandingOptions(chunk),
+                                   [self = shared_from_this(), chunk](auto answer) {
+                                     if (!answer.ok()) return self->Fail(chunk, answer.status());
+                                     self->Arrived(chunk, answer->tensors, 0, answer->reply.step);
+                                   });
+}
+
+void Exchange::StageValues() const {
+  for (int parameter = 0; parameter < parameters_.count(); ++parameter) {
+    const int bucket = layout_.bucket_of(parameter);
+    if (bucket < 0 || staging_.direct(layout_.buckets()[bucket].first_chunk)) continue;
+    staging_.Gather(layout_, parameter,
+                    parameters_.Slice(parameter, 0, layout_.parameters()[parameter].numel()));
+  }
+}
+
+void Exchange::Load(int chunk) {
+  const shard_optim::Chunk& where = layout_.chunks()[chunk];
+  at::Tensor values;
+  if (staging_.direct(chunk)) {
+    const shard_optim::Segment& segment = where.segments.front();
+    values = parameters_.Slice(segment.parameter, segment.begin, segment.end);
+  } else {
+    values = staging_.gather(chunk);
+  }
+  rpc::CallOptions options;
+  bool admitted = false;
+  {
+    base::ThreadPool::BlockingScope blocking;
+    absl::MutexLock lock(&mu_);
+    core_.Sent(chunk);
+    admitted = AdmitLocked(values.nbytes());
+    options.timeout = Until(deadline_);
+  }
+  if (!admitted) return Fail(chunk, absl::DeadlineExceededError("earlier values were not received"));
+  shard_optim::Load request;
+  request.chunk = chunk;
+  std::vector<rpc::OutTensor> tensors;
+  tensors.push_back(LendCounted(std::move(values)));
+  shards_->Call<shard_optim::Load>(where.owner, request, std::move(tensors), std::move(options),
+                                   [self = shared_from_this(), chunk](auto answer) {
+                                     if (!answer.ok()) return self->Fail(chunk, answer.status());
+                                     absl::MutexLock lock(&self->mu_);
+                                     self->core_.Landed(chunk, 0);
+                                   });
+}
+
+void Exchange::Arrived(int chunk, const std::vector<at::Tensor>& tensors, int contributors, int64_t step) {
+  if (tensors.size() != 1 || tensors[0].numel() != layout_.chunks()[chunk].elements()) {
+    return Fail(chunk, absl::DataLossError("an owner's answer without the chunk's value"));
+  }
+  if (!staging_.direct(chunk)) staging_.Scatter(layout_, chunk, parameters_);
+  absl::MutexLock lock(&mu_);
+  ForgetLocked(chunk);
+  if (!core_.Landed(chunk, contributors)) return;
+  result_.bytes_received += tensors[0].nbytes();
+  result_.oldest_step = std::min(result_.oldest_step, step);
+}
+
+void Exchange::Fail(int chunk, absl::Status status) {
+  absl::MutexLock lock(&mu_);
+  ForgetLocked(chunk);
+  core_.Failed(chunk, base::Annotate(status, absl::StrCat("chunk ", chunk, " on ",
+                                                          shards_->owner(layout_.chunks()[chunk].owner))));
+}
+
+std::string Exchange::MissingLocked() const {
+  std::vector<std::string> names;
+  for (int owner : core_.MissingOwners()) names.push_back(shards_->owner(owner));
+  return absl::StrCat(core_.outstanding(), " of ", layout_.chunks().size(), " chunks are missing, of ",
+                      absl::StrJoin(names, ", "));
+}
+
+absl::StatusOr<Exchange::Result> Exchange::Wait(absl::Time deadline) {
+  base::ThreadPool::BlockingScope blocking;
+  absl::MutexLock lock(&mu_);
+  auto over = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return core_.over() && loans_ == 0; };
+  if (!mu_.AwaitWithTimeout(absl::Condition(&over), deadline - absl::Now())) {
+    absl::Status late = absl::DeadlineExceededError(MissingLocked());
+    if (!landing_status_.ok()) {
+      return base::Annotate(landing_status_, absl::StrCat(late.message(), "; asking for the new values"));
+    }
+    return late;
+  }
+  ATOLL_RETURN_IF_ERROR(core_.End());
+  result_.contributors = core_.contributors();
+  return result_;
+}
+
+absl::Status Exchange::Settle(absl::Time deadline) {
+  base::ThreadPool::BlockingScope blocking;
+  absl::MutexLock lock(&mu_);
+  auto idle = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return core_.idle() && loans_ == 0; };
+  if (!mu_.AwaitWithTimeout(absl::Condition(&idle), deadline - absl::Now())) {
+    return absl::DeadlineExceededError(absl::StrCat("an earlier step is not over: ", MissingLocked()));
+  }
+  if (core_.over()) core_.End().IgnoreError();
+  return absl::OkStatus();
+}
+
+std::vector<std::string> Exchange::torn() const {
+  std::vector<std::string> names;
+  absl::MutexLock lock(&mu_);
+  for (int parameter : core_.torn()) names.push_back(parameters_.name(parameter));
+  return names;
+}
+
+}  // namespace Atoll::client

@@ -1,0 +1,116 @@
+// Moves chunks between a worker's parameters and the owners' shards: pushes of gradients whose replies bring
+// the new values, pulls, and the first load. It knows no autograd.
+//
+//   training thread: Begin, Push ... Push, OpenLanding, Wait          pool: loans return, values land
+//
+// Held by shared_ptr: calls in flight keep it, and with it all memory that they read or write.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "atoll/client/parameters.h"
+#include "atoll/client/shard_set.h"
+#include "atoll/client/staging.h"
+#include "atoll/client/step_core.h"
+#include "atoll/shard_optim/layout_core.h"
+#include "atoll/shard_optim/messages.h"
+
+namespace Atoll::client {
+
+/// Thread-safe, but one exchange at a time: Begin ... Wait.
+class Exchange : public std::enable_shared_from_this<Exchange> {
+ public:
+  struct Limits {
+    size_t window_bytes = 32 << 20;    ///< Sent and not yet received; Push waits beyond it.
+    size_t retained_bytes = 16 << 20;  ///< Received, but kept to be sent again if the owner had no room.
+  };
+  Exchange(shard_optim::Layout layout, ParameterSet parameters, std::unique_ptr<ShardSet> shards,
+           Limits limits);
+
+  const shard_optim::Layout& layout() const { return layout_; }
+  const ParameterSet& parameters() const { return parameters_; }
+  const ShardSet& shards() const { return *shards_; }
+  const Staging& staging() const { return staging_; }
+
+  /// What a push says beside its chunk.
+  struct Step {
+    int64_t number = 1;
+    shard_optim::AdamOptions optimizer;
+    bool exact = true;  ///< A value of another step than `number` is an error (sync).
+  };
+  /// Starts an exchange of all chunks, each of which must be over by `deadline`. Requires that the last one
+  /// is over and its loans are back (Wait says so).
+  void Begin(absl::Time deadline);
+  /// Sends a chunk's gradient: undefined if no segment has one, else flat, of chunk.elements() elements and
+  /// lent until the owner has it. Waits while the window is full.
+  void Push(const Step& step, int chunk, at::Tensor gradient, std::string defined);
+  /// The owners may send new values of pushes up to `step` from now on.
+  void OpenLanding(int64_t step);
+  void Pull(int chunk, int64_t min_step);
+  /// Collects the parameters' present values for Load. Requires that no exchange is under way.
+  void StageValues() const;
+  /// Sends the parameters' present values, after StageValues.
+  void Load(int chunk);
+
+  struct Result {
+    int contributors = 0;
+    int64_t oldest_step = 0;  ///< Of the values that came.
+    uint64_t bytes_sent = 0, bytes_received = 0;
+  };
+  /// Waits until all chunks are over. DeadlineExceeded names the owners that still owe some: they may land
+  /// later, and until another Wait says that all is over no new exchange may begin. Other errors: the first
+  /// chunk's.
+  absl::StatusOr<Result> Wait(absl::Time deadline);
+  /// No exchange is under way, or the one that timed out is over by now; else DeadlineExceeded.
+  absl::Status Settle(absl::Time deadline);
+
+  /// Names of parameters that may hold half a value.
+  std::vector<std::string> torn() const;
+
+ private:
+  struct Pending {  // A push that may have to be sent again.
+    Step step;
+    at::Tensor gradient;
+    std::string defined;
+  };
+  bool AdmitLocked(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  rpc::OutTensor LendCounted(at::Tensor tensor);
+  void SendPush(const Step& step, int chunk, at::Tensor gradient, std::string defined);
+  void OnPushed(const Step& step, int chunk,
+                absl::StatusOr<ShardSet::Answer<shard_optim::PushGradient>> answer);
+  bool Retry(int chunk, const absl::Status& status);
+  void Resend(int chunk);
+  void Arrived(int chunk, const std::vector<at::Tensor>& tensors, int contributors, int64_t step);
+  void Fail(int chunk, absl::Status status);
+  rpc::CallOptions LandingOptions(int chunk);
+  std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void ForgetLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const shard_optim::Layout layout_;
+  const ParameterSet parameters_;
+  const std::unique_ptr<ShardSet> shards_;
+  const Staging staging_;
+  const Limits limits_;
+
+  mutable absl::Mutex mu_;
+  StepCore core_ ABSL_GUARDED_BY(mu_);
+  absl::Time deadline_ ABSL_GUARDED_BY(mu_);
+  size_t unreceived_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  int loans_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<std::optional<Pending>> pending_ ABSL_GUARDED_BY(mu_);  // By chunk.
+  std::deque<int> pending_order_ ABSL_GUARDED_BY(mu_);                // Oldest first.
+  size_t pending_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Status landing_status_ ABSL_GUARDED_BY(mu_);  // Of OpenLanding.
+  Result result_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace Atoll::client

@@ -1,0 +1,33 @@
+#include "atoll/client/session.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "atoll/base/status.h"
+
+namespace Atoll::client {
+
+Session::Session(std::unique_ptr<rref::Node> node) : node_(std::move(node)) {}
+Session::~Session() = default;
+
+absl::StatusOr<std::unique_ptr<Session>> Session::Join(absl::StatusOr<cluster::Launch> launch,
+                                                       rref::NodeOptions options) {
+  ATOLL_RETURN_IF_ERROR(launch.status());
+  if (launch->role != cluster::Role::kWorker || launch->rank < launch->owners) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", launch->rank, " ('", launch->name,
+                                                   "') is an owner: ranks 0 .. ", launch->owners - 1,
+                                                   " are. A session is for workers"));
+  }
+  ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<rref::Node> node, rref::Node::Start(*launch, std::move(options)));
+  return std::unique_ptr<Session>(new Session(std::move(node)));
+}
+
+absl::Status Session::Leave(absl::Duration limit) {
+  left_.store(true, std::memory_order_release);
+  return node_->Stop(limit);
+}
+
+int Session::worker_index() const { return node_->launch().rank - node_->launch().owners; }
+int Session::worker_count() const { return node_->launch().world_size - node_->launch().owners; }
+
+}  // namespace Atoll::client

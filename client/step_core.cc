@@ -1,0 +1,81 @@
+#include "atoll/client/step_core.h"
+
+#include <algorithm>
+
+#include "absl/container/btree_set.h"
+#include "absl/strings/str_cat.h"
+#include "atoll/base/log.h"
+#include "atoll/base/status.h"
+
+namespace Atoll::client {
+
+StepCore::StepCore(const shard_optim::Layout* layout)
+    : layout_(layout), states_(layout->chunks().size(), State::kUnsent) {}
+
+void StepCore::Begin() {
+  ATOLL_CHECK(idle()) << outstanding() << " chunks are outstanding";
+  std::fill(states_.begin(), states_.end(), State::kUnsent);
+  begun_ = true;
+  sent_ = landed_ = failed_ = contributors_ = 0;
+  first_error_ = absl::OkStatus();
+}
+
+void StepCore::Sent(int chunk) {
+  ATOLL_CHECK(begun_ && states_[chunk] == State::kUnsent) << "chunk " << chunk;
+  states_[chunk] = State::kSent;
+  ++sent_;
+}
+
+bool StepCore::Landed(int chunk, int contributors) {
+  if (states_[chunk] != State::kSent) return false;
+  states_[chunk] = State::kLanded;
+  contributors_ = landed_ == 0 ? contributors : std::min(contributors_, contributors);
+  ++landed_;
+  return true;
+}
+
+bool StepCore::Failed(int chunk, const absl::Status& status) {
+  if (states_[chunk] != State::kSent) return false;
+  states_[chunk] = absl::IsDataLoss(status) ? State::kBroken : State::kFailed;
+  ++failed_;
+  if (first_error_.ok()) first_error_ = status;
+  return true;
+}
+
+absl::Status StepCore::End() {
+  ATOLL_CHECK(over()) << outstanding() << " chunks are outstanding";
+  begun_ = false;
+  struct Count {
+    int chunks = 0, landed = 0;
+    bool broken = false;
+  };
+  std::vector<Count> counts(layout_->parameters().size());
+  for (size_t i = 0; i < states_.size(); ++i) {
+    for (const shard_optim::Segment& segment : layout_->chunks()[i].segments) {
+      Count& count = counts[segment.parameter];
+      ++count.chunks;
+      count.landed += states_[i] == State::kLanded ? 1 : 0;
+      count.broken |= states_[i] == State::kBroken;
+    }
+  }
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const Count& count = counts[i];
+    if (count.landed == count.chunks) {
+      torn_.erase(static_cast<int>(i));
+    } else if (count.landed > 0 || count.broken) {
+      torn_.insert(static_cast<int>(i));
+    }
+  }
+  if (failed_ == 0) return absl::OkStatus();
+  return base::Annotate(first_error_, absl::StrCat(failed_, " of ", states_.size(), " chunks failed"));
+}
+
+std::vector<int> StepCore::MissingOwners() const {
+  absl::btree_set<int> owners;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i] == State::kUnsent || states_[i] == State::kSent) owners.insert(layout_->chunks()[i].owner);
+  }
+  return {owners.begin(), owners.end()};
+}
+
+}  // namespace Atoll::client
