@@ -28,73 +28,77 @@ ThreadPool::ThreadPool(Options options) : options_(std::move(options)) {
 }
 
 ThreadPool::~ThreadPool() {
-  std::vector<std::thread> threads;
-  {
-    absl::MutexLock lock(&mu_);
-    stopping_ = true;
-    threads.swap(threads_);
-  }
-  // A task still running may wait and start a replacement: join until none is left.
-  while (!threads.empty()) {
-    for (std::thread& thread : threads) thread.join();
-    threads.clear();
-    absl::MutexLock lock(&mu_);
-    threads.swap(threads_);
+  size_t joined = 0;
+  while (true) {
+    std::thread thread;
+    {
+      absl::MutexLock lock(&mu_);
+      stopping_ = true;
+      work_.SignalAll();
+      // A task still running may wait and so start another thread: go on until none is left.
+      if (joined == threads_.size()) return;
+      thread = std::move(threads_[joined++]);
+    }
+    thread.join();
   }
 }
 
 void ThreadPool::Schedule(Task task) {
   absl::MutexLock lock(&mu_);
   queue_.push_back(std::move(task));
+  WakeLocked();
 }
 
 void ThreadPool::StartThreadLocked() {
-  ++live_;
+  ++idle_;
   threads_.emplace_back([this] { Run(); });
+}
+
+void ThreadPool::WakeLocked() {
+  if (queue_.empty() || running_ >= options_.threads) return;
+  if (idle_ > 0) {
+    work_.Signal();
+  } else if (LiveLocked() < options_.max_threads) {
+    StartThreadLocked();
+  }
 }
 
 void ThreadPool::Run() {
   t_pool = this;
   SetThreadName(options_.name);
-  auto wake = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    return !queue_.empty() || stopping_ || live_ - waiting_ > options_.threads;
-  };
   mu_.Lock();
   while (true) {
-    ++idle_;
-    mu_.Await(absl::Condition(&wake));
+    while (queue_.empty() ? !stopping_ : running_ >= options_.threads) work_.Wait(&mu_);
+    if (queue_.empty()) break;
     --idle_;
-    // More runnable threads than wanted: those that waited have come back.
-    bool surplus = live_ - waiting_ > options_.threads;
-    if (queue_.empty() ? (stopping_ || surplus) : false) break;
-    if (queue_.empty()) continue;
+    ++running_;
     Task task = std::move(queue_.front());
     queue_.pop_front();
+    WakeLocked();  // One signal may have stood for several tasks.
     mu_.Unlock();
     std::move(task)();
     task = nullptr;  // Its captures are released before the lock is taken.
     mu_.Lock();
+    --running_;
+    ++idle_;
   }
-  --live_;
+  work_.SignalAll();  // Others may have gone back to wait while the queue still held something.
   mu_.Unlock();
 }
 
 ThreadPool::BlockingScope::BlockingScope() : pool_(t_pool) {
   if (pool_ == nullptr) return;
   absl::MutexLock lock(&pool_->mu_);
-  ++pool_->waiting_;
-  if (pool_->live_ - pool_->waiting_ >= pool_->options_.threads) return;
-  if (pool_->live_ < pool_->options_.max_threads) {
-    pool_->StartThreadLocked();
-  } else if (pool_->live_ == pool_->waiting_) {
-    ok_ = false;  // Every thread waits: nobody is left to run what they wait for.
-  }
+  --pool_->running_;
+  pool_->WakeLocked();
+  // Every thread waits, and no other can start: nobody is left to run what they wait for.
+  ok_ = pool_->running_ > 0 || pool_->idle_ > 0 || pool_->LiveLocked() < pool_->options_.max_threads;
 }
 
 ThreadPool::BlockingScope::~BlockingScope() {
   if (pool_ == nullptr) return;
   absl::MutexLock lock(&pool_->mu_);
-  --pool_->waiting_;
+  ++pool_->running_;
 }
 
 std::shared_ptr<SerialExecutor> SerialExecutor::Create(Executor* target) {

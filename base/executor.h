@@ -34,9 +34,10 @@ class InlineExecutor : public Executor {
   void Schedule(Task task) override { std::move(task)(); }
 };
 
-/// A pool of threads. A task that is about to wait says so with BlockingScope; the pool then starts
-/// a replacement thread (up to `max_threads` in all), so that nested calls do not deadlock with one
-/// worker thread. The destructor runs what is queued, then joins; it may not run on a pool thread.
+/// A pool of threads. A task that is about to wait says so with BlockingScope; another thread of the
+/// pool then takes its place (started if there is none to spare, up to `max_threads` in all), so that
+/// nested calls do not deadlock with one worker thread. Threads once started stay as spares: a wait
+/// costs no thread start. The destructor runs what is queued, then joins; not on a pool thread.
 class ThreadPool : public Executor {
  public:
   struct Options {
@@ -67,14 +68,17 @@ class ThreadPool : public Executor {
  private:
   void Run();
   void StartThreadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Sees to it that queued work is taken, if fewer tasks run than may.
+  void WakeLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int LiveLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return static_cast<int>(threads_.size()); }
 
   const Options options_;
   absl::Mutex mu_;
+  absl::CondVar work_;  // For threads that are idle.
   std::deque<Task> queue_ ABSL_GUARDED_BY(mu_);
   std::vector<std::thread> threads_ ABSL_GUARDED_BY(mu_);
-  int idle_ ABSL_GUARDED_BY(mu_) = 0;
-  int waiting_ ABSL_GUARDED_BY(mu_) = 0;
-  int live_ ABSL_GUARDED_BY(mu_) = 0;
+  int idle_ ABSL_GUARDED_BY(mu_) = 0;     // In Run, without a task (started and woken ones included).
+  int running_ ABSL_GUARDED_BY(mu_) = 0;  // In a task, and not in a BlockingScope.
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };
 

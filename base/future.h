@@ -37,7 +37,7 @@ class Promise {
       state_->result.emplace(std::move(result));
       callbacks.swap(state_->callbacks);
     }
-    for (Callback& callback : callbacks) std::move(callback)(*state_->result);
+    for (Callback& callback : callbacks) std::move(callback)(state_->Final());
     return true;
   }
 
@@ -48,6 +48,8 @@ class Promise {
     absl::Mutex mu;
     std::optional<absl::StatusOr<T>> result ABSL_GUARDED_BY(mu);  // Immutable once there.
     std::vector<Callback> callbacks ABSL_GUARDED_BY(mu);
+    // Requires that the result is there.
+    const absl::StatusOr<T>& Final() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return *result; }
   };
   std::shared_ptr<State> state_;
 };
@@ -85,7 +87,7 @@ class Future {
         return;
       }
     }
-    std::move(callback)(*state_->result);
+    std::move(callback)(state_->Final());
   }
 
  private:

@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
@@ -52,6 +56,88 @@ TEST(ThreadPool, AtItsLimitAWaitIsRefusedNotADeadlock) {
   ASSERT_TRUE(code.ok());
   EXPECT_EQ(*code, absl::StatusCode::kResourceExhausted);
   never.Set(Unit{});
+}
+
+// Which threads ran the tasks of a pool, and how many tasks ran at one time at most.
+struct Seen {
+  absl::Mutex mu;
+  std::set<std::thread::id> threads;
+  int now = 0;
+  int most = 0;
+  void Enter() {
+    absl::MutexLock lock(&mu);
+    threads.insert(std::this_thread::get_id());
+    most = std::max(most, ++now);
+  }
+  void Exit() {
+    absl::MutexLock lock(&mu);
+    --now;
+  }
+};
+
+TEST(ThreadPool, ThreadsThatReplaceWaitingOnesAreKeptAndUsedAgain) {
+  ThreadPool pool({.threads = 1});
+  Seen seen;
+  for (int i = 0; i < 200; ++i) {
+    Promise<Unit> inner, outer;
+    pool.Schedule([&] {
+      seen.Enter();
+      pool.Schedule([&] {
+        seen.Enter();
+        seen.Exit();
+        inner.Set(Unit{});
+      });
+      EXPECT_TRUE(inner.future().Wait(kHang).ok());
+      seen.Exit();
+      outer.Set(Unit{});
+    });
+    ASSERT_TRUE(outer.future().Wait(kHang).ok());
+  }
+  // The waiting one, the one in its place, and one more where a thread was still between two tasks.
+  EXPECT_LE(seen.threads.size(), 3u);
+}
+
+TEST(ThreadPool, RunsNoMoreTasksAtOneTimeThanItsThreads) {
+  Seen seen;
+  {
+    ThreadPool pool({.threads = 2});
+    // First some waits, so that spare threads exist.
+    std::vector<Promise<Unit>> gates(6);
+    for (auto& gate : gates) pool.Schedule([gate] { EXPECT_TRUE(gate.future().Wait(kHang).ok()); });
+    Promise<Unit> reached;
+    pool.Schedule([&] { reached.Set(Unit{}); });
+    ASSERT_TRUE(reached.future().Wait(kHang).ok());
+    for (auto& gate : gates) gate.Set(Unit{});
+    for (int i = 0; i < 1000; ++i) {
+      pool.Schedule([&] {
+        seen.Enter();
+        std::this_thread::yield();
+        seen.Exit();
+      });
+    }
+  }
+  // A thread that comes back from a wait may run beside them, but the counted tasks never wait.
+  EXPECT_LE(seen.most, 2);
+}
+
+TEST(SerialExecutor, LetsOthersHaveATurn) {
+  Promise<Unit> other;
+  {
+    ThreadPool pool({.threads = 1});
+    auto serial = SerialExecutor::Create(&pool);
+    std::atomic<bool> stop = false;
+    // A serial queue that never runs empty until a task outside of it has run.
+    std::function<void()> again = [&] {
+      if (!stop) serial->Schedule(again);
+    };
+    serial->Schedule(again);
+    pool.Schedule([&] {
+      stop = true;
+      other.Set(Unit{});
+    });
+    EXPECT_TRUE(other.future().Wait(kHang).ok());
+    stop = true;
+  }
 }
 
 TEST(SerialExecutor, KeepsOrderAndNeverOverlaps) {
