@@ -1,0 +1,416 @@
+#include "atoll/cluster/membership_core.h"
+
+#include <algorithm>
+#include <set>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+
+namespace Atoll::cluster {
+namespace {
+
+constexpr size_t kMaxNameBytes = 64;
+constexpr size_t kMaxRoleBytes = 32;
+constexpr size_t kMaxAddresses = 16;
+constexpr size_t kMaxAddressBytes = 512;
+
+bool IsWord(absl::string_view text, size_t max_bytes) {
+  if (text.empty() || text.size() > max_bytes) return false;
+  return std::all_of(text.begin(), text.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == '-';
+  });
+}
+
+template <class Answers>
+void Append(Answers answers, MembershipCore::Actions& actions) {
+  for (auto& answer : answers) actions.push_back(std::move(answer));
+}
+
+}  // namespace
+
+MembershipCore::MembershipCore(Options options, Member coordinator, absl::Time now)
+    : options_(options), coordinator_(coordinator.id), gathers_(this), observed_(now) {
+  State state;
+  state.lease_end = absl::InfiniteFuture();
+  state.seen = 1;
+  state.member = std::move(coordinator);
+  Actions none;
+  Announce(MemberEvent::Kind::kJoined, state.member, absl::OkStatus(), none);
+  base::Rank rank = state.member.rank;
+  members_.emplace(rank, std::move(state));
+}
+
+const Member* MembershipCore::Live(base::Rank rank) const {
+  auto found = members_.find(rank);
+  return found == members_.end() ? nullptr : &found->second.member;
+}
+
+const Member* MembershipCore::Live(absl::string_view name) const {
+  for (const auto& [rank, state] : members_) {
+    if (state.member.id.name == name) return &state.member;
+  }
+  return nullptr;
+}
+
+std::optional<std::string> MembershipCore::WhyGone(base::Rank rank) const {
+  if (Live(rank) != nullptr) return std::nullopt;
+  for (auto gone = gone_.rbegin(); gone != gone_.rend(); ++gone) {
+    if (gone->first.rank == rank) return absl::StrCat(Describe(gone->first), " ", gone->second);
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> MembershipCore::WhyGone(absl::string_view name) const {
+  if (Live(name) != nullptr) return std::nullopt;
+  for (auto gone = gone_.rbegin(); gone != gone_.rend(); ++gone) {
+    if (gone->first.id.name == name) return absl::StrCat(Describe(gone->first), " ", gone->second);
+  }
+  return std::nullopt;
+}
+
+void MembershipCore::Observe(absl::Time now) {
+  absl::Duration silence = now - observed_;
+  if (silence > options_.lease / 2) {
+    for (auto& [rank, state] : members_) state.lease_end += silence;  // InfiniteFuture stays.
+  }
+  observed_ = std::max(observed_, now);
+}
+
+MembershipCore::State* MembershipCore::Find(const base::MemberId& id) {
+  for (auto& [rank, state] : members_) {
+    if (state.member.id == id) return &state;
+  }
+  return nullptr;
+}
+
+absl::Status MembershipCore::NotAMember(const base::MemberId& id) const {
+  for (const auto& [member, why] : gone_) {
+    if (member.id == id) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(Describe(member), " is no longer in the job: it ", why));
+    }
+  }
+  return absl::NotFoundError(absl::StrCat(id.ToString(), " is not a member of the job"));
+}
+
+absl::Status MembershipCore::CheckJoin(const Member& member) const {
+  if (!IsWord(member.id.name, kMaxNameBytes)) {
+    return absl::InvalidArgumentError(absl::StrCat("a member's name should be of 1 to ", kMaxNameBytes,
+                                                   " letters, digits and '_', '.', '-': '",
+                                                   member.id.name.substr(0, kMaxNameBytes), "' is not"));
+  }
+  if (member.id.incarnation == base::Incarnation(0)) {
+    return absl::InvalidArgumentError(absl::StrCat(member.id.name, " has no incarnation"));
+  }
+  if (member.rank.value() < 0 || member.rank.value() >= options_.world_size) {
+    return absl::InvalidArgumentError(absl::StrCat(Describe(member), ": its rank should be from 0 to ",
+                                                   options_.world_size - 1, ", the job has a world of ",
+                                                   options_.world_size));
+  }
+  if (!IsWord(member.role, kMaxRoleBytes)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, " letters"));
+  }
+  bool fit = !member.addresses.empty() && member.addresses.size() <= kMaxAddresses;
+  for (const std::string& address : member.addresses) {
+    fit = fit && !address.empty() && address.size() <= kMaxAddressBytes;
+  }
+  if (!fit) {
+    return absl::InvalidArgumentError(absl::StrCat(Describe(member), " should come with 1 to ", kMaxAddresses,
+                                                   " addresses of at most ", kMaxAddressBytes, " bytes"));
+  }
+  for (const auto& [gone, why] : gone_) {
+    if (gone.id == member.id) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          Describe(gone), " ", why, ": it can come again as a new incarnation only (start it anew)"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+const MembershipCore::State* MembershipCore::Conflict(const Member& member) const {
+  for (const auto& [rank, state] : members_) {
+    if (state.member.id.name == member.id.name || rank == member.rank) return &state;
+  }
+  return nullptr;
+}
+
+MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::Time now) {
+  Observe(now);
+  Actions actions;
+  absl::Status status = CheckJoin(member);
+  if (!status.ok()) {
+    actions.push_back(JoinAnswer{token, std::move(status), {}, 0});
+    return actions;
+  }
+  if (State* again = Find(member.id)) {
+    if (again->member.rank != member.rank) {
+      actions.push_back(
+          JoinAnswer{token,
+                     absl::InvalidArgumentError(
+                         absl::StrCat(Describe(again->member), " cannot join as rank ", member.rank.value())),
+                     {},
+                     0});
+      return actions;
+    }
+    if (!IsCoordinator(member.id)) again->lease_end = now + options_.lease;
+    actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
+    return actions;
+  }
+  const State* conflict = Conflict(member);
+  if (conflict == nullptr) {
+    Admit(std::move(member), token, now, actions);
+    return actions;
+  }
+  // A process that was killed and started again may be here before its old self is known to be dead.
+  base::MemberId holder = conflict->member.id;
+  auto [probe, fresh] = probes_.try_emplace(holder);
+  probe->second.push_back({std::move(member), token});
+  if (IsCoordinator(holder)) return Probed(holder, ProbeResult::kAlive, "", now);
+  if (fresh) actions.push_back(Probe{holder});
+  return actions;
+}
+
+void MembershipCore::Admit(Member member, Token token, absl::Time now, Actions& actions) {
+  base::Rank rank = member.rank;
+  Announce(MemberEvent::Kind::kJoined, member, absl::OkStatus(), actions);
+  State state;
+  state.member = std::move(member);
+  state.lease_end = now + options_.lease;
+  state.seen = last_event_;
+  members_.emplace(rank, std::move(state));
+  actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
+  TrimEvents(now, actions);
+}
+
+void MembershipCore::Announce(MemberEvent::Kind kind, const Member& member, absl::Status reason,
+                              Actions& actions) {
+  MemberEvent event;
+  event.kind = kind;
+  event.member = member;
+  event.reason = std::move(reason);
+  event.number = ++last_event_;
+  events_.push_back(std::move(event));
+  for (auto& [rank, state] : members_) AnswerPoll(state, absl::OkStatus(), actions);
+}
+
+void MembershipCore::AnswerPoll(State& state, absl::Status status, Actions& actions) {
+  if (!state.poll.has_value()) return;
+  PollAnswer answer;
+  answer.token = *state.poll;
+  answer.status = std::move(status);
+  if (answer.status.ok()) {
+    for (const MemberEvent& event : events_) {
+      if (event.number > state.seen) answer.events.push_back(event);
+    }
+  }
+  state.poll.reset();
+  actions.push_back(std::move(answer));
+}
+
+void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std::string& what,
+                            absl::Time now, Actions& actions) {
+  State* found = Find(id);
+  if (found == nullptr) return;
+  State state = std::move(*found);
+  members_.erase(state.member.rank);
+  bool dead = kind == MemberEvent::Kind::kDead;
+  std::string why = dead ? absl::StrCat("was declared dead: ", what) : "has left";
+  gone_.emplace_back(state.member, why);
+  if (gone_.size() > options_.max_gone) gone_.pop_front();
+  std::string text = absl::StrCat(Describe(state.member), " ", why);
+  Announce(kind, state.member, dead ? absl::UnavailableError(text) : absl::OkStatus(), actions);
+  AnswerPoll(state, NotAMember(id), actions);
+  Append(gathers_.MemberGone(state.member, text), actions);
+  auto probe = probes_.find(id);
+  if (probe != probes_.end()) {
+    std::vector<PendingJoin> waiting = std::move(probe->second);
+    probes_.erase(probe);
+    for (PendingJoin& join : waiting) Append(Join(std::move(join.member), join.token, now), actions);
+  }
+  TrimEvents(now, actions);
+}
+
+void MembershipCore::TrimEvents(absl::Time now, Actions& actions) {
+  uint64_t seen = last_event_;
+  for (const auto& [rank, state] : members_) seen = std::min(seen, state.seen);
+  while (!events_.empty() && events_.front().number <= seen) events_.pop_front();
+  if (events_.size() <= options_.max_events) return;
+  for (const auto& [rank, state] : members_) {
+    if (state.seen >= events_.front().number || IsCoordinator(state.member.id)) continue;
+    // Removes, and comes back here until the rest fits.
+    Remove(state.member.id, MemberEvent::Kind::kDead,
+           absl::StrCat("it did not fetch the last ", events_.size(), " events"), now, actions);
+    return;
+  }
+}
+
+absl::Status MembershipCore::Heartbeat(const base::MemberId& id, absl::Time now) {
+  Observe(now);
+  State* state = Find(id);
+  if (state == nullptr) return NotAMember(id);
+  if (!IsCoordinator(id)) state->lease_end = now + options_.lease;
+  return absl::OkStatus();
+}
+
+MembershipCore::Actions MembershipCore::Poll(const base::MemberId& id, uint64_t after, Token token,
+                                             absl::Time now) {
+  absl::Status status = Heartbeat(id, now);
+  State* state = Find(id);
+  if (status.ok() && (after > last_event_ || after < state->seen)) {
+    status = absl::InvalidArgumentError(absl::StrCat(id.ToString(), " polls after event ", after,
+                                                     ": it has seen ", state->seen, " of ", last_event_));
+  }
+  Actions actions;
+  if (!status.ok()) {
+    actions.push_back(PollAnswer{token, std::move(status), {}});
+    return actions;
+  }
+  if (state->poll.has_value()) actions.push_back(PollAnswer{*state->poll, absl::OkStatus(), {}});
+  state->seen = after;
+  state->poll = token;
+  state->poll_end = now + options_.poll_hold;
+  if (after < last_event_) AnswerPoll(*state, absl::OkStatus(), actions);
+  TrimEvents(now, actions);
+  return actions;
+}
+
+MembershipCore::Actions MembershipCore::Leave(const base::MemberId& id, absl::Time now) {
+  Observe(now);
+  Actions actions;
+  Remove(id, MemberEvent::Kind::kLeft, "", now, actions);
+  return actions;
+}
+
+MembershipCore::Actions MembershipCore::ReportDead(const base::MemberId& reporter,
+                                                   const base::MemberId& suspect, Evidence evidence,
+                                                   const std::string& what, absl::Time now) {
+  Observe(now);
+  Actions actions;
+  State* from = Find(reporter);
+  if (from == nullptr || Find(suspect) == nullptr || IsCoordinator(suspect) || reporter == suspect) {
+    return actions;
+  }
+  if (!IsCoordinator(reporter)) from->lease_end = now + options_.lease;
+  if (IsCoordinator(reporter) || evidence == Evidence::kSeen) {
+    Remove(suspect, MemberEvent::Kind::kDead, absl::StrCat("seen by ", reporter.name, ": ", what), now,
+           actions);
+  } else if (probes_.try_emplace(suspect).second) {
+    actions.push_back(Probe{suspect});
+  }
+  return actions;
+}
+
+MembershipCore::Actions MembershipCore::Probed(const base::MemberId& suspect, ProbeResult result,
+                                               const std::string& what, absl::Time now) {
+  Observe(now);
+  Actions actions;
+  State* state = Find(suspect);
+  auto probe = probes_.find(suspect);
+  if (state == nullptr || probe == probes_.end()) return actions;  // Gone meanwhile: Remove saw to it.
+  if (result == ProbeResult::kDead) {
+    Remove(suspect, MemberEvent::Kind::kDead, absl::StrCat("seen by ", coordinator_.name, ": ", what), now,
+           actions);
+    return actions;
+  }
+  bool alive = result == ProbeResult::kAlive;
+  if (alive && !IsCoordinator(suspect)) state->lease_end = now + options_.lease;
+  std::vector<PendingJoin> waiting = std::move(probe->second);
+  probes_.erase(probe);
+  for (PendingJoin& join : waiting) {
+    bool name = join.member.id.name == suspect.name;
+    std::string text =
+        absl::StrCat(Describe(join.member), " cannot join: ", name ? "its name" : "its rank", " belongs to ",
+                     Describe(state->member),
+                     alive ? ", which is alive" : ", which does not answer but whose lease still runs");
+    if (!state->member.addresses.empty()) absl::StrAppend(&text, " at ", state->member.addresses.back());
+    actions.push_back(JoinAnswer{join.token, absl::AlreadyExistsError(text), {}, 0});
+  }
+  return actions;
+}
+
+MembershipCore::Actions MembershipCore::Gather(const base::MemberId& id, std::string name,
+                                               std::vector<std::string> participants, std::string value,
+                                               absl::Duration limit, Token token, absl::Time now) {
+  absl::Status status = Heartbeat(id, now);
+  Actions actions;
+  if (!status.ok()) {
+    actions.push_back(GatherAnswer{token, std::move(status), nullptr});
+    return actions;
+  }
+  // A limit without end would keep it for ever.
+  absl::Time deadline = now + std::min(std::max(limit, absl::ZeroDuration()), absl::Hours(24 * 365));
+  Append(gathers_.Contribute(Find(id)->member, std::move(name), std::move(participants), std::move(value),
+                             deadline, token),
+         actions);
+  return actions;
+}
+
+MembershipCore::Actions MembershipCore::Tick(absl::Time now) {
+  Observe(now);
+  Actions actions;
+  std::vector<base::MemberId> late;
+  for (auto& [rank, state] : members_) {
+    if (state.lease_end <= now) late.push_back(state.member.id);
+  }
+  for (const base::MemberId& id : late) {
+    Remove(id, MemberEvent::Kind::kDead,
+           absl::StrCat("nothing was heard of it for ", absl::FormatDuration(options_.lease)), now, actions);
+  }
+  for (auto& [rank, state] : members_) {
+    if (state.poll.has_value() && state.poll_end <= now) AnswerPoll(state, absl::OkStatus(), actions);
+  }
+  Append(gathers_.Tick(now), actions);
+  return actions;
+}
+
+absl::Time MembershipCore::NextTick() const {
+  absl::Time next = std::min(observed_ + options_.lease / 4, gathers_.NextDeadline());
+  for (const auto& [rank, state] : members_) {
+    next = std::min(next, state.lease_end);
+    if (state.poll.has_value()) next = std::min(next, state.poll_end);
+  }
+  return next;
+}
+
+std::vector<Member> MembershipCore::Members() const {
+  std::vector<Member> members;
+  for (const auto& [rank, state] : members_) members.push_back(state.member);
+  return members;
+}
+
+std::string MembershipCore::BrokenInvariant() const {
+  std::set<std::string> names;
+  uint64_t least = last_event_;
+  for (const auto& [rank, state] : members_) {
+    const Member& member = state.member;
+    if (member.rank != rank) return "a member under another rank";
+    if (rank.value() < 0 || rank.value() >= options_.world_size) return "a rank out of range";
+    if (!names.insert(member.id.name).second) return "two live members of one name";
+    if (IsCoordinator(member.id) != (state.lease_end == absl::InfiniteFuture())) return "a wrong lease";
+    if (state.seen > last_event_) return "a member has seen the future";
+    if (state.poll.has_value() && state.seen < last_event_) return "a poll waits while there is news";
+    least = std::min(least, state.seen);
+    for (const auto& [gone, why] : gone_) {
+      if (gone.id == member.id) return "a member is both live and gone";
+    }
+  }
+  uint64_t number = last_event_ - events_.size();
+  if (number < least && events_.size() > options_.max_events) return "too many events are kept";
+  if (number > least) return "an event is lost that somebody has not seen";
+  for (const MemberEvent& event : events_) {
+    if (event.number != ++number) return "a gap in the events";
+  }
+  for (const auto& [suspect, joins] : probes_) {
+    if (Live(suspect.name) == nullptr || Live(suspect.name)->id != suspect) return "a probe of nobody";
+    for (const PendingJoin& join : joins) {
+      if (join.member.id.name != suspect.name && Live(join.member.rank)->id != suspect) {
+        return "a join waits for somebody who is not in its way";
+      }
+    }
+  }
+  return gathers_.BrokenInvariant();
+}
+
+}  // namespace Atoll::cluster

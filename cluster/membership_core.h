@@ -1,0 +1,142 @@
+// Who is in the job: decided here, on the coordinator, without I/O. An event and the time go in, actions come
+// out; rpc/membership.cc carries them out. Every order of events can so be tried in milliseconds.
+//
+//   join ──> [conflict with a live member: probe it first] ──> member ──leave──────────> left
+//                                                              │  renews its lease by whatever it sends
+//                                                              └──lease ends, or seen to die──> dead
+//
+// Each change is an event with a number; members fetch them in order by Poll(after), so none is lost, none
+// comes twice, and a slow member is caught up.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "atoll/cluster/gather_core.h"
+#include "atoll/cluster/member.h"
+
+namespace Atoll::cluster {
+
+/// Not thread-safe. Times given to it never go back.
+class MembershipCore : private GatherCore::Roster {
+ public:
+  using Token = GatherCore::Token;  ///< Names a call that waits for its answer; the caller's to choose.
+  struct Options {
+    int world_size = 1;
+    absl::Duration lease = absl::Seconds(10);
+    absl::Duration poll_hold = absl::Seconds(20);  ///< A poll without news is answered then.
+    size_t max_events = 1 << 16;                   ///< A member that is further behind is declared dead.
+    size_t max_gone = 4096;                        ///< Of the dead and the left, so many are remembered.
+  };
+
+  struct JoinAnswer {
+    Token token = 0;
+    absl::Status status;
+    std::vector<Member> members;  ///< Live ones, the new one among them, by rank.
+    uint64_t event = 0;           ///< What `members` includes: poll after it.
+  };
+  struct PollAnswer {
+    Token token = 0;
+    absl::Status status;
+    std::vector<MemberEvent> events;
+  };
+  using GatherAnswer = GatherCore::Answer;
+  /// Ask `suspect` whether it lives, and tell Probed.
+  struct Probe {
+    base::MemberId suspect;
+  };
+  using Action = std::variant<JoinAnswer, PollAnswer, GatherAnswer, Probe>;
+  using Actions = std::vector<Action>;
+
+  /// `coordinator` is the first member, and has no lease.
+  MembershipCore(Options options, Member coordinator, absl::Time now);
+
+  /// Answered with AlreadyExists (the name or rank belongs to a live member, which was probed; both are
+  /// named), InvalidArgument (rank, name, role or addresses that cannot be), FailedPrecondition (this
+  /// incarnation was a member before), or the members. A repeated join of a member is answered again.
+  Actions Join(Member member, Token token, absl::Time now);
+  /// Renews the lease. FailedPrecondition: it is no longer a member, and why; NotFound: it never was.
+  absl::Status Heartbeat(const base::MemberId& id, absl::Time now);
+  /// Answered as soon as there is an event after `after`. A newer poll of the same member ends an older one.
+  Actions Poll(const base::MemberId& id, uint64_t after, Token token, absl::Time now);
+  /// Leaves in order. Who is no member needs not.
+  Actions Leave(const base::MemberId& id, absl::Time now);
+
+  enum class Evidence {
+    kSeen,         ///< Its process is gone: its address refuses, or another incarnation answers there.
+    kUnreachable,  ///< `reporter` does not reach it: its own network may be to blame.
+  };
+  /// `reporter`'s agent says that `suspect` died. Declared dead at once if the coordinator itself says so or
+  /// it was seen; else the coordinator probes it.
+  Actions ReportDead(const base::MemberId& reporter, const base::MemberId& suspect, Evidence evidence,
+                     const std::string& what, absl::Time now);
+  enum class ProbeResult { kAlive, kDead, kNoAnswer };
+  Actions Probed(const base::MemberId& suspect, ProbeResult result, const std::string& what, absl::Time now);
+
+  /// See rpc::Membership::AllGather. Errors of the caller (no member) are FailedPrecondition or NotFound.
+  Actions Gather(const base::MemberId& id, std::string name, std::vector<std::string> participants,
+                 std::string value, absl::Duration limit, Token token, absl::Time now);
+
+  /// Ends leases, gathers and polls that are due. To be called at NextTick() or before: after a silence of
+  /// more than half a lease it takes it that this process was stopped, and extends every lease by that time,
+  /// since its members' heartbeats are still in the queues.
+  Actions Tick(absl::Time now);
+  absl::Time NextTick() const;
+
+  /// Live members by rank.
+  std::vector<Member> Members() const;
+  uint64_t last_event() const { return last_event_; }
+  /// Empty, or the first invariant that does not hold. For tests and debug builds.
+  std::string BrokenInvariant() const;
+
+ private:
+  struct State {
+    Member member;
+    absl::Time lease_end;
+    uint64_t seen = 0;  ///< It has every event up to here.
+    std::optional<Token> poll;
+    absl::Time poll_end;
+  };
+  struct PendingJoin {
+    Member member;
+    Token token;
+  };
+
+  int world_size() const override { return options_.world_size; }
+  const Member* Live(base::Rank rank) const override;
+  const Member* Live(absl::string_view name) const override;
+  std::optional<std::string> WhyGone(base::Rank rank) const override;
+  std::optional<std::string> WhyGone(absl::string_view name) const override;
+
+  void Observe(absl::Time now);
+  State* Find(const base::MemberId& id);
+  absl::Status NotAMember(const base::MemberId& id) const;
+  absl::Status CheckJoin(const Member& member) const;
+  const State* Conflict(const Member& member) const;
+  void Admit(Member member, Token token, absl::Time now, Actions& actions);
+  void Announce(MemberEvent::Kind kind, const Member& member, absl::Status reason, Actions& actions);
+  void Remove(base::MemberId id, MemberEvent::Kind kind, const std::string& what, absl::Time now,
+              Actions& actions);
+  void AnswerPoll(State& state, absl::Status status, Actions& actions);
+  void TrimEvents(absl::Time now, Actions& actions);
+  bool IsCoordinator(const base::MemberId& id) const { return id == coordinator_; }
+
+  const Options options_;
+  const base::MemberId coordinator_;
+  GatherCore gathers_;
+  std::map<base::Rank, State> members_;
+  std::map<base::MemberId, std::vector<PendingJoin>> probes_;  ///< By suspect, with who waits for its place.
+  std::deque<MemberEvent> events_;                             ///< The last ones, up to last_event_.
+  uint64_t last_event_ = 0;
+  std::deque<std::pair<Member, std::string>> gone_;  ///< With why, the latest last.
+  absl::Time observed_;
+};
+
+}  // namespace Atoll::cluster

@@ -1,0 +1,122 @@
+#include "atoll/cluster/program.h"
+
+#include <malloc.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "atoll/base/log.h"
+#include "atoll/base/status.h"
+#include "atoll/cluster/agent_store.h"
+
+namespace Atoll::cluster {
+namespace {
+
+sigset_t EndingSignals() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (int signal : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&set, signal);
+  return set;
+}
+
+/// Ends the process without destructors: other threads are in the middle of things.
+[[noreturn]] void EndAtOnce(absl::string_view who, absl::string_view why, int signal) {
+  const std::string line = absl::StrCat(who, ": ", why, "\n");
+  (void)!write(STDERR_FILENO, line.data(), line.size());
+  _exit(128 + signal);
+}
+
+}  // namespace
+
+void SetUpProcess() {
+  const sigset_t set = EndingSignals();
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+  // By itself glibc raises the threshold with each large buffer that is freed, up to 32 MiB, and then keeps
+  // freed gradients in the heap. A fixed threshold gives large ones back and still reuses what a step
+  // allocates again and again.
+  mallopt(M_MMAP_THRESHOLD, 8 << 20);
+  mallopt(M_TRIM_THRESHOLD, 64 << 20);
+}
+
+int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code) {
+  const std::string message = absl::StrReplaceAll(
+      error.message().empty() ? error.ToString() : std::string(error.message()), {{"\n", " "}, {"\r", " "}});
+  const std::string line = absl::StrCat(who, ": error: ", message, "\n");
+  (void)!write(STDERR_FILENO, line.data(), line.size());
+  const absl::Status told = WriteTorchElasticError(absl::StrCat(who, ": ", message));
+  if (!told.ok()) ATOLL_LOG(kWarning) << "torchrun is not told: " << told;
+  return code;
+}
+
+std::string SignalName(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name == nullptr ? absl::StrCat("signal ", signal) : absl::StrCat("SIG", name);
+}
+
+SignalWatch::SignalWatch(std::string who, absl::Duration grace) : who_(std::move(who)), grace_(grace) {
+  const sigset_t set = EndingSignals();
+  signal_fd_ = signalfd(-1, &set, SFD_CLOEXEC);
+  stop_fd_ = eventfd(0, EFD_CLOEXEC);
+  ATOLL_CHECK(signal_fd_ >= 0 && stop_fd_ >= 0) << "no descriptor for signals: " << strerror(errno);
+  thread_ = std::thread([this] { Run(); });
+}
+
+SignalWatch::~SignalWatch() {
+  const uint64_t one = 1;
+  (void)!write(stop_fd_, &one, sizeof(one));
+  thread_.join();
+  close(signal_fd_);
+  close(stop_fd_);
+}
+
+void SignalWatch::OnSignal(std::function<void(int)> ask) {
+  absl::MutexLock lock(&mu_);
+  ask_ = std::move(ask);
+}
+
+void SignalWatch::Run() {
+  pthread_setname_np(pthread_self(), "signals");
+  absl::Time give_up = absl::InfiniteFuture();
+  while (true) {
+    pollfd fds[2] = {{signal_fd_, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
+    int timeout = -1;
+    if (give_up != absl::InfiniteFuture()) {
+      timeout = static_cast<int>(std::max<int64_t>(
+          0, absl::ToInt64Milliseconds(absl::Ceil(give_up - absl::Now(), absl::Milliseconds(1)))));
+    }
+    const int ready = poll(fds, 2, timeout);
+    if (ready < 0 && errno == EINTR) continue;
+    if (fds[1].revents != 0) return;
+    if (ready == 0) {
+      EndAtOnce(who_,
+                absl::StrCat(SignalName(signal()),
+                             ": not ended within --grace=", absl::FormatDuration(grace_), ": ending at once"),
+                signal());
+    }
+    signalfd_siginfo info;
+    if (read(signal_fd_, &info, sizeof(info)) != sizeof(info)) continue;
+    const int number = static_cast<int>(info.ssi_signo);
+    if (signal() != 0) {
+      EndAtOnce(who_, absl::StrCat(SignalName(number), " again: ending at once"), number);
+    }
+    absl::MutexLock lock(&mu_);  // OnSignal then waits until `ask_` has run.
+    if (!ask_) EndAtOnce(who_, absl::StrCat(SignalName(number), " before the job began: ending"), number);
+    signal_.store(number, std::memory_order_release);
+    give_up = absl::Now() + grace_;
+    const std::string line = absl::StrCat(who_, ": ", SignalName(number), ": ending in order\n");
+    (void)!write(STDERR_FILENO, line.data(), line.size());
+    ask_(number);
+  }
+}
+
+}  // namespace Atoll::cluster
