@@ -1,0 +1,143 @@
+// atoll-worker: trains a built-in model with the job's owners.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include <ATen/Parallel.h>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "atoll/base/log.h"
+#include "atoll/base/status.h"
+#include "atoll/client/worker_flags_main.h"
+#include "atoll/client/worker_report.h"
+#include "atoll/cluster/program.h"
+
+namespace {
+
+using Atoll::base::Annotate;
+using namespace Atoll::client;   // NOLINT: the main of this folder.
+using namespace Atoll::cluster;  // NOLINT
+
+constexpr char kHelp[] =
+    R"(atoll-worker: trains a model by name on a data set by name. The parameters' optimizer runs on the
+job's owners (atoll-server); this process computes gradients, sends them, and receives new values.
+
+One owner and two workers by hand, on one host:
+  atoll-server --owners=1 --workers=2 &
+  atoll-worker --owners=1 --workers=2 --rank=1 --model=convnet --data=fashion-mnist &
+  atoll-worker --owners=1 --workers=2 --rank=2 --model=convnet --data=fashion-mnist
+Under torchrun, srun or mpirun one command line starts all: see atoll-run --help.
+
+Environment, where no flag says otherwise: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (or
+Slurm's and Open MPI's), torchrun's agent store, ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND,
+ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
+)";
+
+/// The whole file or nothing: a reader never sees half of it.
+absl::Status WriteFile(const std::string& path, const std::string& text) {
+  const std::string part = absl::StrCat(path, ".", getpid(), ".part");
+  std::FILE* file = std::fopen(part.c_str(), "we");
+  if (file == nullptr) return Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", part));
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  if (std::fclose(file) != 0 || !written || std::rename(part.c_str(), path.c_str()) != 0) {
+    const absl::Status error = Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", path));
+    std::remove(part.c_str());
+    return error;
+  }
+  return absl::OkStatus();
+}
+
+void WriteOut(absl::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
+/// All that is read before the job is joined: wrong input is refused without making others wait.
+struct Setup {
+  WorkerFlags flags;
+  NodeFlags node;
+  FlaggedLaunch launch;
+  std::unique_ptr<WorkerReport> report;
+};
+
+absl::StatusOr<Setup> ReadSetup() {
+  Setup setup;
+  ATOLL_ASSIGN_OR_RETURN(setup.flags, WorkerFlagsFromFlags());
+  ATOLL_ASSIGN_OR_RETURN(setup.node, NodeFlagsFromFlags());
+  ATOLL_ASSIGN_OR_RETURN(setup.report,
+                         MakeWorkerReport(setup.flags.progress, isatty(STDOUT_FILENO) == 1, WriteOut));
+  ATOLL_ASSIGN_OR_RETURN(setup.launch, LaunchFromFlags(Role::kWorker));
+  return setup;
+}
+
+Atoll::rref::NodeOptions ToNodeOptions(const NodeFlags& flags) {
+  Atoll::rref::NodeOptions options;
+  options.lease = flags.lease;
+  options.endpoint.port = flags.port;
+  options.endpoint.enable_unix = flags.enable_unix;
+  options.endpoint.enable_cma = flags.enable_cma;
+  return options;
+}
+
+int Train(const std::string& who, Setup& setup, const Data& data, Model& model, SignalWatch& watch) {
+  const Launch& launch = setup.launch.launch;
+  absl::StatusOr<std::unique_ptr<Session>> session = Session::Join(launch, ToNodeOptions(setup.node));
+  if (!session.ok()) {
+    return EndWithError(who, Annotate(session.status(), "cannot join the job"), kExitFailed);
+  }
+  auto stop = std::make_shared<std::atomic<bool>>(false);
+  watch.OnSignal([stop](int) { stop->store(true); });
+
+  WorkerFacts facts;
+  facts.name = launch.name;
+  facts.job = launch.job;
+  facts.model = setup.flags.model;
+  facts.data = data.name;
+  facts.policy =
+      std::holds_alternative<Atoll::shard_optim::Sync>(setup.flags.options.policy) ? "sync" : "async";
+  facts.owners = launch.owners;
+  facts.workers = launch.world_size - launch.owners;
+  facts.train_images = data.train.size();
+  facts.test_images = data.test.size();
+  for (const auto& [name, tensor] : model.parameters().items()) facts.parameters += tensor.numel();
+  setup.report->Start(facts);
+
+  const absl::StatusOr<WorkerSummary> summary = RunWorker(
+      **session, data, model, setup.flags.options, [stop] { return stop->load(); },
+      [&setup](const WorkerProgress& progress) { setup.report->Progress(progress); });
+  // Also after an error: others then hear at once that we are gone, and need not wait for the lease.
+  const absl::Status left = (*session)->Leave(setup.node.grace);
+  if (!summary.ok()) return EndWithError(who, summary.status(), kExitFailed);
+  setup.report->Done(facts, *summary);
+  if (!setup.flags.summary.empty()) {
+    const std::string path = absl::StrReplaceAll(setup.flags.summary, {{"{name}", launch.name}});
+    const absl::Status written = WriteFile(path, SummaryJson(facts, *summary));
+    if (!written.ok()) return EndWithError(who, Annotate(written, "--summary"), kExitFailed);
+  }
+  if (!left.ok()) ATOLL_LOG(kWarning) << "left the job, but not in order: " << left;
+  return kExitDone;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  SetUpProcess();
+  ParseFlags(argc, argv, {"atoll-worker", kHelp});
+  absl::StatusOr<Setup> setup = ReadSetup();
+  if (!setup.ok()) return EndWithError("atoll-worker", setup.status(), kExitUsage);
+  const std::string who = absl::StrCat("atoll-worker ", setup->launch.launch.name);
+  SignalWatch watch(who, setup->node.grace);
+  at::set_num_threads(setup->flags.threads);
+
+  const absl::StatusOr<Data> data = LoadData(setup->flags.data);
+  if (!data.ok()) return EndWithError(who, Annotate(data.status(), "--data"), kExitUsage);
+  absl::StatusOr<std::unique_ptr<Model>> model =
+      MakeModel(setup->flags.model, ShapeOf(*data), setup->flags.options.seed);
+  if (!model.ok()) return EndWithError(who, Annotate(model.status(), "--model"), kExitUsage);
+  return watch.ExitWith(Train(who, *setup, *data, **model, watch));
+}
