@@ -214,12 +214,13 @@ Verdict RoundCore::Contribute(int worker, int64_t step, int chunk, uint64_t hype
 Verdict RoundCore::RefusePast(int worker, int64_t step, int chunk) const {
   const ChunkState& state = chunks_[chunk];
   if (step == state.applied) {
-    return Refused(absl::FailedPreconditionError(
-        absl::StrCat("round ", step, " of chunk ", chunk, " went on without worker ", worker, ", with ",
-                     state.contributors.size(), " contributors; the next step is ", NextStep(worker))));
+    return Refused(absl::FailedPreconditionError(absl::StrCat(
+        "round ", step, " of chunk ", chunk + options_.first_chunk, " went on without worker ", worker,
+        ", with ", state.contributors.size(), " contributors; the next step is ", NextStep(worker))));
   }
-  return Refused(absl::FailedPreconditionError(absl::StrCat(
-      "step ", step, " of chunk ", chunk, " is past: its last applied step is ", state.applied)));
+  return Refused(
+      absl::FailedPreconditionError(absl::StrCat("step ", step, " of chunk ", chunk + options_.first_chunk,
+                                                 " is past: its last applied step is ", state.applied)));
 }
 
 Verdict RoundCore::ContributeSync(int worker, int64_t step, int chunk, uint64_t hyper, absl::Time now) {
@@ -253,9 +254,9 @@ Verdict RoundCore::ContributeSync(int worker, int64_t step, int chunk, uint64_t 
     return verdict;
   }
   if (parked_ >= options_.max_parked && !IsNextInOrder(worker, step, chunk)) {
-    return Refused(
-        absl::ResourceExhaustedError(absl::StrCat(parked_, " contributions wait for lower ranks' (chunk ",
-                                                  chunk, " of step ", step, "): push this one again later")));
+    return Refused(absl::ResourceExhaustedError(
+        absl::StrCat(parked_, " contributions wait for lower ranks' (chunk ", chunk + options_.first_chunk,
+                     " of step ", step, "): push this one again later")));
   }
   if (!round->begun) Begin(*round, hyper, worker, now);
   Verdict verdict{Verdict::Kind::kTaken, false, absl::OkStatus(), {}};
@@ -285,9 +286,9 @@ Verdict RoundCore::ContributeAsync(int worker, int64_t step, int chunk) {
     return verdict;
   }
   if (step < pushed || step > pushed + 1) {
-    return Refused(absl::FailedPreconditionError(absl::StrCat("worker ", worker, " is at step ", pushed,
-                                                              "; it pushes step ", step, " of chunk ", chunk,
-                                                              ": expected ", pushed, " or ", pushed + 1)));
+    return Refused(absl::FailedPreconditionError(
+        absl::StrCat("worker ", worker, " is at step ", pushed, "; it pushes step ", step, " of chunk ",
+                     chunk + options_.first_chunk, ": expected ", pushed, " or ", pushed + 1)));
   }
   pushed = step;
   last = step;

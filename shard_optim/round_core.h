@@ -32,6 +32,7 @@ struct RoundOptions {
   bool sync = true;
   int worker_count = 1;  ///< Workers 0 .. worker_count - 1 are joined from step 1, once all have attached.
   int chunks = 0;        ///< Numbered from 0.
+  int first_chunk = 0;   ///< Added to their numbers in texts.
   absl::Duration round_limit = absl::Seconds(60);
   int64_t max_parked = 1 << 20;  ///< Contributions parked at one time; the lowest missing rank is exempt.
 };
