@@ -49,6 +49,12 @@ void ThreadPool::Schedule(Task task) {
   WakeLocked();
 }
 
+bool ThreadPool::Drain(absl::Duration limit) {
+  auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return queue_.empty() && idle_ == LiveLocked(); };
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithTimeout(absl::Condition(&drained), limit);
+}
+
 void ThreadPool::StartThreadLocked() {
   ++idle_;
   threads_.emplace_back([this] { Run(); });

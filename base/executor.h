@@ -48,6 +48,9 @@ class ThreadPool : public Executor {
   explicit ThreadPool(Options options);
   ~ThreadPool() override;
   void Schedule(Task task) override;
+  /// Waits until nothing is queued or runs. False if something still does after `limit`. Not on a pool
+  /// thread.
+  bool Drain(absl::Duration limit);
 
   /// Marks the calling thread as waiting. On a thread of no pool it does nothing.
   class BlockingScope {

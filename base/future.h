@@ -40,6 +40,22 @@ class Promise {
     for (Callback& callback : callbacks) std::move(callback)(state_->Final());
     return true;
   }
+  /// As Set, for threads that must not run other people's code: waiters wake at once, callbacks run on
+  /// `executor`.
+  bool SetOn(Executor* executor, absl::StatusOr<T> result) const {
+    std::vector<Callback> callbacks;
+    {
+      absl::MutexLock lock(&state_->mu);
+      if (state_->result.has_value()) return false;
+      state_->result.emplace(std::move(result));
+      callbacks.swap(state_->callbacks);
+    }
+    if (callbacks.empty()) return true;
+    executor->Schedule([state = state_, callbacks = std::move(callbacks)]() mutable {
+      for (Callback& callback : callbacks) std::move(callback)(state->Final());
+    });
+    return true;
+  }
 
  private:
   friend class Future<T>;

@@ -141,6 +141,10 @@ struct AgentOptions {
   size_t queue_bytes = size_t{1} << 30;
   size_t inline_bytes = 64 << 10;                      ///< Tensors up to this travel in the header.
   absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
+  size_t max_header_bytes = 16 << 20;            ///< Of a body with its inline tensors; as the endpoint's.
+  size_t max_tensors = 4096;                     ///< In a message; as the endpoint's.
+  size_t max_calls_served = 1 << 16;             ///< Unanswered, of one peer; beyond it they are refused.
+  size_t keep_buffer_bytes = size_t{256} << 20;  ///< Receive buffers kept for use again.
 };
 
 /// Thread-safe. The destructor is Shutdown with 5 s.

@@ -1,0 +1,266 @@
+#include "atoll/rpc/agent.h"
+
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "atoll/base/log.h"
+#include "atoll/rpc/hub.h"
+#include "atoll/rpc/self_calls.h"
+#include "atoll/rpc/session.h"
+#include "atoll/rpc/wire.h"
+
+namespace Atoll::rpc {
+
+// Responders.
+
+struct Responder::State {
+  absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply;
+};
+
+Responder::Responder() = default;
+Responder::Responder(Responder&&) noexcept = default;
+Responder::Responder(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
+Responder& Responder::operator=(Responder&& other) noexcept {
+  if (this != &other) {
+    Responder dropped(std::move(*this));
+    state_ = std::move(other.state_);
+  }
+  return *this;
+}
+
+Responder::~Responder() {
+  if (state_ != nullptr) std::move(*this).Reply(absl::InternalError("the handler dropped the call"));
+}
+
+void Responder::Reply(absl::StatusOr<Payload> reply) && {
+  std::unique_ptr<State> state = std::move(state_);
+  if (state != nullptr) std::move(state->reply)(std::move(reply));
+}
+
+Responder Responder::From(absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply) {
+  return Responder(std::make_unique<State>(State{std::move(reply)}));
+}
+
+// The agent.
+
+class AgentImpl : public Agent {
+ public:
+  explicit AgentImpl(const AgentOptions& options, std::unique_ptr<base::Clock> own_clock)
+      : own_clock_(std::move(own_clock)),
+        hub_(std::make_shared<Hub>(options)),
+        self_calls_(std::make_shared<SelfCalls>(hub_)),
+        pool_(std::make_unique<base::ThreadPool>(
+            base::ThreadPool::Options{.name = "rpc", .threads = options.worker_threads})),
+        failures_(
+            std::make_unique<base::ThreadPool>(base::ThreadPool::Options{.name = "rpc-fail", .threads = 1})),
+        timer_(std::make_unique<base::Timer>(options.clock)) {
+    hub_->AttachThreads(pool_.get(), failures_.get(), timer_.get());
+  }
+
+  void Listen() {
+    // The hub outlives every callback: the endpoint is joined before the agent ends.
+    hub_->endpoint()->OnPipe(
+        [hub = hub_.get()](std::shared_ptr<transport::Pipe> pipe) { hub->OnPipe(std::move(pipe)); });
+  }
+
+  ~AgentImpl() override {
+    Shutdown(absl::Seconds(5)).IgnoreError();
+    hub_->DetachThreads();
+    timer_ = nullptr;
+    EndPool(std::move(failures_));
+    EndPool(std::move(pool_));
+  }
+
+  absl::Status Register(MethodId method, Handler handler, MethodOptions options) override {
+    return hub_->Register(std::move(method), std::move(handler), std::move(options));
+  }
+
+  void AddPeer(Peer peer) override { hub_->AddPeer(std::move(peer)); }
+
+  void RemovePeer(const base::MemberId& id, absl::Status reason) override {
+    std::shared_ptr<Session> session = hub_->FindSession(id.name);
+    if (session == nullptr || session->peer().id != id) return;
+    bool in_order = reason.ok();
+    session->Die(in_order ? absl::UnavailableError("it left the job") : std::move(reason), /*notify=*/false,
+                 /*quiet=*/in_order);
+  }
+
+  std::optional<Peer> FindPeer(absl::string_view name) const override {
+    if (name == self().name) return Peer{self(), addresses()};
+    std::shared_ptr<Session> session = hub_->FindSession(name);
+    if (session == nullptr || session->dead()) return std::nullopt;
+    return session->peer();
+  }
+
+  base::Future<base::MemberId> Meet(std::vector<std::string> addresses, absl::Duration limit) override {
+    base::Promise<base::MemberId> promise;
+    base::MemberId anybody;
+    hub_->endpoint()->Connect(
+        addresses, anybody, transport::Lane::kControl, limit,
+        [promise, addresses, hub = hub_](absl::StatusOr<std::shared_ptr<transport::Pipe>> pipe) {
+          absl::StatusOr<base::MemberId> met = base::MemberId();
+          if (!pipe.ok()) {
+            met = pipe.status();
+          } else {
+            met = (*pipe)->peer().member;
+            (*pipe)->Close(absl::CancelledError("met"));
+            hub->AddPeer({*met, addresses});
+          }
+          hub->ScheduleFailure([promise, met = std::move(met)] { promise.Set(met); });
+        });
+    return promise.future();
+  }
+
+  void OnPeerDead(std::function<void(const base::MemberId&, absl::Status)> observer) override {
+    hub_->Observe(std::move(observer));
+  }
+
+  void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
+            OnReply on_reply) override {
+    absl::Status refused;
+    if (hub_->shutting_down()) {
+      refused = absl::CancelledError("this agent is shut down");
+    } else if (to == self().name) {
+      return self_calls_->Call(method, std::move(request), std::move(options), std::move(on_reply));
+    } else if (std::shared_ptr<Session> session = hub_->FindSession(to)) {
+      return session->Call(method, std::move(request), std::move(options), std::move(on_reply));
+    } else {
+      refused = absl::NotFoundError("no such member");
+    }
+    refused = Explain(refused, to, method);
+    ReturnLoans(std::move(request));
+    hub_->ScheduleFailure([on_reply = std::move(on_reply), refused = std::move(refused)]() mutable {
+      std::move(on_reply)(std::move(refused));
+    });
+  }
+  using Agent::Call;
+
+  base::Future<base::Unit> Send(absl::string_view to, const MethodId& method, Payload request) override {
+    base::Promise<base::Unit> promise;
+    auto done = [promise, hub = hub_](absl::Status status) {
+      absl::StatusOr<base::Unit> result = base::Unit{};
+      if (!status.ok()) result = std::move(status);
+      // Continuations are the user's: they run on a thread that may wait.
+      hub->ScheduleFailure([promise, result = std::move(result)] { promise.Set(result); });
+    };
+    if (hub_->shutting_down()) {
+      ReturnLoans(std::move(request));
+      done(Explain(absl::CancelledError("this agent is shut down"), to, method));
+    } else if (to == self().name) {
+      self_calls_->Send(method, std::move(request), std::move(done));
+    } else if (std::shared_ptr<Session> session = hub_->FindSession(to)) {
+      session->Send(method, std::move(request), std::move(done));
+    } else {
+      ReturnLoans(std::move(request));
+      done(Explain(absl::NotFoundError("no such member"), to, method));
+    }
+    return promise.future();
+  }
+
+  const base::MemberId& self() const override { return hub_->self(); }
+  std::vector<std::string> addresses() const override { return hub_->endpoint()->addresses(); }
+  base::Executor* pool() override { return pool_.get(); }
+  base::Timer* timer() override { return timer_.get(); }
+  const base::Clock* clock() const override { return hub_->options().clock; }
+  transport::Endpoint* endpoint() override { return hub_->endpoint(); }
+
+  absl::Status Shutdown(absl::Duration limit) override {
+    absl::MutexLock lock(&shutdown_mu_);
+    if (shut_down_) return absl::OkStatus();
+    shut_down_ = true;
+    const absl::Time deadline = absl::Now() + limit;
+    hub_->BeginShutdown();
+    std::vector<std::string> leftover;
+    std::vector<std::shared_ptr<Session>> sessions = hub_->Sessions();
+    for (const auto& session : sessions) {
+      if (!session->AwaitDrained(deadline)) leftover.push_back(session->Leftover());
+    }
+    // Peers close the pipes when they read the farewell: closing first could destroy what is under way.
+    for (const auto& session : sessions) session->SayBye();
+    const absl::Time closed_by = std::min(deadline, absl::Now() + kFarewellLimit);
+    for (const auto& session : sessions) session->AwaitClosed(closed_by);
+    absl::Status reason = absl::CancelledError("this agent was shut down");
+    for (const auto& session : sessions) session->Die(reason, /*notify=*/false, /*quiet=*/true);
+    self_calls_->FailAll(reason);
+    hub_->endpoint()->Close();
+    hub_->endpoint()->Join();
+    // A session may have come in between.
+    for (const auto& session : hub_->Sessions()) session->Die(reason, /*notify=*/false, /*quiet=*/true);
+    if (!pool_->Drain(std::max(deadline - absl::Now(), absl::ZeroDuration()))) {
+      leftover.push_back("handlers that still run");
+    }
+    failures_->Drain(std::max(deadline - absl::Now(), absl::Milliseconds(100)));
+    hub_->Clear();
+    if (leftover.empty()) return absl::OkStatus();
+    return absl::DeadlineExceededError(absl::StrCat("dropped at the end of ", absl::FormatDuration(limit),
+                                                    ": ", absl::StrJoin(leftover, "; ")));
+  }
+
+ private:
+  static constexpr absl::Duration kFarewellLimit = absl::Milliseconds(500);
+
+  // A pool whose threads hang in user code is left to a thread that waits for them.
+  static void EndPool(std::unique_ptr<base::ThreadPool> pool) {
+    if (pool->Drain(absl::Milliseconds(100))) return;
+    ATOLL_LOG(kWarning) << "a handler still runs after the agent's end";
+    std::thread([pool = std::move(pool)]() mutable { pool = nullptr; }).detach();
+  }
+
+  static absl::Status Explain(const absl::Status& status, absl::string_view to, const MethodId& method) {
+    return base::WithRan(
+        absl::Status(status.code(), absl::StrCat("calling ", MethodText(method.name, method.version), " on ",
+                                                 to, ": ", status.message(), " (ran: no)")),
+        base::Ran::kNo);
+  }
+
+  void ReturnLoans(Payload payload) {
+    for (OutTensor& tensor : payload.tensors) {
+      if (tensor.lent && tensor.on_return) hub_->Schedule(std::move(tensor.on_return));
+    }
+  }
+
+  const std::unique_ptr<base::Clock> own_clock_;
+  const std::shared_ptr<Hub> hub_;
+  const std::shared_ptr<SelfCalls> self_calls_;
+  std::unique_ptr<base::ThreadPool> pool_;
+  std::unique_ptr<base::ThreadPool> failures_;
+  std::unique_ptr<base::Timer> timer_;
+  absl::Mutex shutdown_mu_;
+  bool shut_down_ ABSL_GUARDED_BY(shutdown_mu_) = false;
+};
+
+absl::StatusOr<std::unique_ptr<Agent>> Agent::Start(AgentOptions options) {
+  if (options.endpoint == nullptr) return absl::InvalidArgumentError("an agent needs an endpoint");
+  if (options.self.name.empty() || options.self.incarnation == base::Incarnation()) {
+    return absl::InvalidArgumentError("an agent needs a name and an incarnation");
+  }
+  if (options.worker_threads < 1 || options.worker_threads > 256) {
+    return absl::InvalidArgumentError("worker_threads is 1 to 256");
+  }
+  if (options.window_bytes == 0 || options.queue_bytes == 0) {
+    return absl::InvalidArgumentError("window_bytes and queue_bytes must not be 0");
+  }
+  std::unique_ptr<base::Clock> own_clock;
+  if (options.clock == nullptr) {
+    own_clock = std::make_unique<base::RealClock>();
+    options.clock = own_clock.get();
+  }
+  auto agent = std::make_unique<AgentImpl>(options, std::move(own_clock));
+  agent->Listen();
+  return std::unique_ptr<Agent>(std::move(agent));
+}
+
+base::Future<Received> Agent::Call(absl::string_view to, const MethodId& method, Payload request,
+                                   CallOptions options) {
+  base::Promise<Received> promise;
+  options.reply_inline = true;
+  Call(to, method, std::move(request), std::move(options),
+       [promise, pool = pool()](absl::StatusOr<Received> result) { promise.SetOn(pool, std::move(result)); });
+  return promise.future();
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,109 @@
+#include "atoll/rpc/call_core.h"
+
+#include <algorithm>
+
+#include "atoll/base/log.h"
+
+namespace Atoll::rpc {
+
+uint64_t CallTable::Add(std::unique_ptr<PendingCall> call) {
+  uint64_t id = next_++;
+  call->id = id;
+  if (call->deadline != absl::InfiniteFuture()) deadlines_.emplace(call->deadline, id);
+  calls_.emplace_hint(calls_.end(), id, std::move(call));
+  return id;
+}
+
+PendingCall* CallTable::Find(uint64_t id) {
+  auto found = calls_.find(id);
+  return found == calls_.end() ? nullptr : found->second.get();
+}
+
+std::unique_ptr<PendingCall> CallTable::Take(uint64_t id) {
+  auto found = calls_.find(id);
+  if (found == calls_.end()) return nullptr;
+  std::unique_ptr<PendingCall> call = std::move(found->second);
+  calls_.erase(found);
+  deadlines_.erase({call->deadline, id});
+  return call;
+}
+
+CallTable::Expired CallTable::TakeExpired(absl::Time now) {
+  Expired expired;
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    uint64_t id = deadlines_.begin()->second;
+    PendingCall* call = Find(id);
+    if (call->landing) {
+      call->expired = true;
+      expired.landing = true;
+      deadlines_.erase(deadlines_.begin());
+    } else {
+      expired.calls.push_back(Take(id));
+    }
+  }
+  return expired;
+}
+
+std::vector<std::unique_ptr<PendingCall>> CallTable::TakeAll() {
+  std::vector<std::unique_ptr<PendingCall>> all;
+  for (auto it = calls_.begin(); it != calls_.end();) {
+    if (it->second->landing) {
+      it->second->expired = true;
+      ++it;
+    } else {
+      all.push_back(std::move(it->second));
+      it = calls_.erase(it);
+    }
+  }
+  deadlines_.clear();
+  return all;
+}
+
+absl::Time CallTable::NextDeadline() const {
+  return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+}
+
+void CallTable::CheckInvariants() const {
+  ATOLL_CHECK(calls_.empty() || calls_.rbegin()->first < next_);
+  ATOLL_CHECK(deadlines_.size() <= calls_.size());
+  for (const auto& [deadline, id] : deadlines_) {
+    auto found = calls_.find(id);
+    ATOLL_CHECK(found != calls_.end() && found->second->deadline == deadline) << "a deadline of nobody";
+  }
+}
+
+base::Ran RanUnanswered(const PendingCall& call) {
+  OutMessagePtr request = call.request.lock();
+  return request != nullptr && request->number == 0 ? base::Ran::kNo : base::Ran::kMaybe;
+}
+
+ServedTable::Admitted ServedTable::Admit(uint64_t call, uint64_t watermark) {
+  if (watermark > watermark_) {
+    watermark_ = watermark;
+    while (!calls_.empty() && calls_.begin()->first < watermark_) {
+      calls_.begin()->second->store(true);
+      calls_.erase(calls_.begin());
+    }
+  }
+  if (call < watermark_ || calls_.contains(call)) return {Admission::kUnwanted, nullptr};
+  if (calls_.size() >= limit_) return {Admission::kFull, nullptr};
+  auto cancelled = std::make_shared<std::atomic<bool>>(false);
+  calls_.emplace(call, cancelled);
+  return {Admission::kRun, std::move(cancelled)};
+}
+
+bool ServedTable::Answer(uint64_t call) { return calls_.erase(call) > 0; }
+
+void ServedTable::Cancel(uint64_t call) {
+  auto found = calls_.find(call);
+  if (found == calls_.end()) return;
+  found->second->store(true);
+  calls_.erase(found);
+}
+
+void ServedTable::CancelAll() {
+  for (auto& [id, cancelled] : calls_) cancelled->store(true);
+  calls_.clear();
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,189 @@
+#include "atoll/rpc/hub.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "atoll/base/log.h"
+#include "atoll/rpc/session.h"
+#include "atoll/rpc/wire.h"
+
+namespace Atoll::rpc {
+
+Hub::Hub(const AgentOptions& options)
+    : options_(options), buffers_(BufferPool::Create(options.keep_buffer_bytes)) {}
+
+// Threads.
+
+void Hub::AttachThreads(base::ThreadPool* pool, base::ThreadPool* failures, base::Timer* timer) {
+  absl::WriterMutexLock lock(&threads_mu_);
+  pool_ = pool;
+  failures_ = failures;
+  timer_ = timer;
+}
+
+void Hub::DetachThreads() { AttachThreads(nullptr, nullptr, nullptr); }
+
+void Hub::Schedule(base::Task task) {
+  {
+    absl::ReaderMutexLock lock(&threads_mu_);
+    if (pool_ != nullptr) return pool_->Schedule(std::move(task));
+  }
+  std::move(task)();
+}
+
+void Hub::ScheduleFailure(base::Task task) {
+  {
+    absl::ReaderMutexLock lock(&threads_mu_);
+    if (failures_ != nullptr) return failures_->Schedule(std::move(task));
+  }
+  std::move(task)();
+}
+
+base::Timer::Id Hub::At(absl::Time when, base::Task task) {
+  absl::ReaderMutexLock lock(&threads_mu_);
+  return timer_ == nullptr ? 0 : timer_->At(when, std::move(task));
+}
+
+void Hub::Cancel(base::Timer::Id id) {
+  absl::ReaderMutexLock lock(&threads_mu_);
+  if (timer_ != nullptr) timer_->Cancel(id);
+}
+
+// Methods.
+
+absl::Status Hub::Register(MethodId id, Handler handler, MethodOptions options) {
+  if (!ValidMethodName(id.name)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a method's name is at most 128 bytes of [a-z0-9_.], and this is '", id.name, "'"));
+  }
+  auto method = std::make_shared<const Method>(Method{std::move(handler), std::move(options)});
+  absl::MutexLock lock(&mu_);
+  if (methods_.try_emplace(id, std::move(method)).second) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(MethodText(id.name, id.version), " is served already"));
+}
+
+std::shared_ptr<const Method> Hub::FindMethod(const MethodId& id, std::string* why) const {
+  absl::ReaderMutexLock lock(&mu_);
+  auto found = methods_.find(id);
+  if (found != methods_.end()) return found->second;
+  *why = absl::StrCat("it serves no method ", MethodText(id.name, id.version));
+  for (const auto& [other, method] : methods_) {
+    if (other.name == id.name) absl::StrAppend(why, "; it serves v", other.version);
+  }
+  return nullptr;
+}
+
+void Hub::Dispatch(std::shared_ptr<const Method> method, ServerCall call) {
+  base::Executor* executor = method->options.executor;
+  base::Task task = [method = std::move(method), call = std::move(call)]() mutable {
+    // LibTorch throws. The responder goes down with the exception and answers.
+    std::string name = call.method.name;
+    try {
+      method->handler(std::move(call));
+    } catch (const std::exception& error) {
+      ATOLL_LOG(kError) << "the handler of " << name << " threw: " << error.what();
+    }
+  };
+  if (executor != nullptr) {
+    executor->Schedule(std::move(task));
+  } else {
+    Schedule(std::move(task));
+  }
+}
+
+// Peers.
+
+std::shared_ptr<Session> Hub::FindSession(absl::string_view name) const {
+  absl::ReaderMutexLock lock(&mu_);
+  auto found = sessions_.find(name);
+  return found == sessions_.end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<Session>> Hub::Sessions() const {
+  absl::ReaderMutexLock lock(&mu_);
+  std::vector<std::shared_ptr<Session>> sessions;
+  for (const auto& [name, session] : sessions_) sessions.push_back(session);
+  return sessions;
+}
+
+void Hub::AddPeer(Peer peer) {
+  if (peer.id.name == self().name || shutting_down()) return;
+  std::shared_ptr<Session> old = FindSession(peer.id.name);
+  if (old != nullptr) {
+    base::Incarnation known = old->peer().id.incarnation;
+    if (known == peer.id.incarnation || known == base::Incarnation() ||
+        peer.id.incarnation == base::Incarnation()) {
+      return old->Update(peer);
+    }
+  }
+  auto fresh = std::make_shared<Session>(shared_from_this(), peer);
+  {
+    absl::MutexLock lock(&mu_);
+    if (replaced_.contains(peer.id.incarnation.value())) return;
+    std::shared_ptr<Session>& place = sessions_[peer.id.name];
+    if (place != old) return;  // Another thread was faster, and knows as much.
+    if (old != nullptr) replaced_.insert(old->peer().id.incarnation.value());
+    place = fresh;
+  }
+  if (old != nullptr) {
+    old->Die(absl::UnavailableError(absl::StrCat("it was replaced by ", peer.id.ToString())),
+             /*notify=*/false,
+             /*quiet=*/old->dead());
+  }
+}
+
+void Hub::OnPipe(std::shared_ptr<transport::Pipe> pipe) {
+  const base::MemberId member = pipe->peer().member;
+  if (shutting_down()) return pipe->Close(absl::UnavailableError("it is shutting down"));
+  while (true) {
+    std::shared_ptr<Session> session = FindSession(member.name);
+    base::Incarnation known = session == nullptr ? base::Incarnation() : session->peer().id.incarnation;
+    if (session != nullptr && (known == member.incarnation || known == base::Incarnation())) {
+      session->Update({member, {}});
+      return session->OnAccepted(std::move(pipe));
+    }
+    if (session != nullptr && !session->dead()) {
+      // A restarted process, most likely: its old life has to be seen to end, or be removed.
+      session->Probe();
+      return pipe->Close(absl::FailedPreconditionError(
+          absl::StrCat("another incarnation of ", member.name, " is a member, and not known to be dead")));
+    }
+    auto fresh = std::make_shared<Session>(shared_from_this(), Peer{member, {}});
+    absl::MutexLock lock(&mu_);
+    if (replaced_.contains(member.incarnation.value())) {
+      return pipe->Close(absl::FailedPreconditionError("this incarnation was replaced by a newer one"));
+    }
+    std::shared_ptr<Session>& place = sessions_[member.name];
+    if (place != session) continue;
+    if (session != nullptr) replaced_.insert(known.value());
+    place = std::move(fresh);
+  }
+}
+
+void Hub::Observe(std::function<void(const base::MemberId&, absl::Status)> observer) {
+  absl::MutexLock lock(&mu_);
+  observers_.push_back(std::move(observer));
+}
+
+void Hub::NotifyDead(const base::MemberId& id, const absl::Status& reason) {
+  std::vector<std::function<void(const base::MemberId&, absl::Status)>> observers;
+  {
+    absl::MutexLock lock(&mu_);
+    observers = observers_;
+  }
+  for (const auto& observer : observers) observer(id, reason);
+}
+
+void Hub::Clear() {
+  absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions;
+  absl::flat_hash_map<MethodId, std::shared_ptr<const Method>> methods;
+  std::vector<std::function<void(const base::MemberId&, absl::Status)>> observers;
+  absl::MutexLock lock(&mu_);
+  sessions.swap(sessions_);
+  methods.swap(methods_);
+  observers.swap(observers_);
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,84 @@
+// Tensors on their way out of and into calls: loans that return exactly once, what is copied and what is
+// not, which go inline, and where received ones land. Internal to rpc.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "atoll/rpc/agent.h"
+#include "atoll/rpc/buffer_pool.h"
+#include "atoll/rpc/hub.h"
+#include "atoll/rpc/session_core.h"
+#include "atoll/rpc/wire.h"
+#include "atoll/transport/pipe.h"
+
+namespace Atoll::rpc {
+
+/// Runs a tensor's on_return, once, on the pool, when it is destroyed: whatever path a message takes.
+class Loan {
+ public:
+  Loan(std::shared_ptr<Hub> hub, absl::AnyInvocable<void()> on_return);
+  Loan(Loan&&) noexcept = default;
+  Loan& operator=(Loan&&) noexcept = delete;
+  ~Loan();
+
+ private:
+  std::shared_ptr<Hub> hub_;
+  absl::AnyInvocable<void()> on_return_;
+};
+
+/// A payload made ready: contiguous, copied where it must be, split into inline tensors and those that
+/// travel on their own.
+struct Prepared {
+  std::string body;
+  std::vector<TensorOut> fields;  ///< In order; point into `inline_tensors`.
+  std::vector<at::Tensor> inline_tensors;
+  std::vector<at::Tensor> tensors;  ///< Those that travel on their own.
+  std::vector<Loan> loans;          ///< Of `tensors`; loans of inline ones end with `inline_loans`.
+  std::vector<Loan> inline_loans;
+  size_t header_bytes = 0;  ///< At most this, for the body and the inline tensors.
+  size_t tensor_bytes = 0;
+};
+/// InvalidArgument for a tensor that cannot travel (undefined, sparse, quantized) or a payload above the
+/// limits; Unimplemented for one on a GPU. The loans have then been returned.
+absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payload);
+
+/// A message of calls, as the session keeps it.
+struct Message : OutMessage {
+  using OutMessage::OutMessage;
+  std::string header;
+  std::vector<at::Tensor> tensors;
+  std::vector<transport::Buffer> buffers;
+  std::vector<Loan> loans;
+  absl::AnyInvocable<void(absl::Status)> on_received;  ///< Of a one-way call.
+};
+/// `header` must be encoded from `prepared`.
+std::shared_ptr<Message> MakeMessage(std::string header, Prepared prepared, bool ack_now);
+std::shared_ptr<Message> MakeMessage(std::string header);
+
+/// Where the tensors of a request land: as the method's hook says, else fresh.
+absl::StatusOr<std::vector<at::Tensor>> AllocateFor(const Method& method, BufferPool& pool,
+                                                    const base::MemberId& caller, absl::string_view body,
+                                                    absl::Span<const TensorIn> tensors);
+/// Fresh memory for tensors.
+absl::StatusOr<std::vector<at::Tensor>> AllocateFresh(BufferPool& pool, absl::Span<const TensorIn> tensors);
+/// FailedPrecondition where `into` is not as `tensors` say; `whose` begins the text.
+absl::Status CheckMatch(absl::Span<const at::Tensor> into, absl::Span<const TensorIn> tensors,
+                        absl::string_view whose);
+/// Copies the bytes of inline tensors to where they land.
+void FillInline(absl::Span<const at::Tensor> into, absl::Span<const TensorIn> tensors);
+/// The memory of the tensors that are not inline, for Pipe::Read.
+std::vector<transport::Buffer> ReadBuffers(absl::Span<const at::Tensor> into,
+                                           absl::Span<const TensorIn> tensors);
+/// For a prepared payload that stays in this process: what a receiver's header would say, all inline.
+std::vector<TensorIn> AsReceived(const Prepared& prepared);
+/// InvalidArgument unless all are dense, contiguous and on the CPU.
+absl::Status CheckLanding(absl::Span<const at::Tensor> into);
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,146 @@
+#include "atoll/rpc/self_calls.h"
+
+#include <atomic>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "atoll/rpc/payload.h"
+#include "atoll/rpc/wire.h"
+
+namespace Atoll::rpc {
+
+struct SelfCalls::Pending {
+  MethodId method;
+  OnReply on_reply;
+  std::vector<at::Tensor> reply_into;
+  std::atomic<bool> ended{false};  // Answered, or given up.
+  std::atomic<base::Timer::Id> timer{0};
+};
+
+absl::Status SelfCalls::Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const {
+  return base::WithRan(
+      absl::Status(status.code(), absl::StrCat("calling ", MethodText(method.name, method.version), " on ",
+                                               hub_->self().ToString(), " (ourselves): ", status.message(),
+                                               " (ran: ", base::RanName(ran), ")")),
+      ran);
+}
+
+absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time deadline,
+                            std::function<bool()> cancelled, Responder& responder) {
+  // Everything is copied below, before this returns.
+  for (OutTensor& tensor : request.tensors)
+    tensor.on_return = tensor.lent ? std::move(tensor.on_return) : nullptr;
+  for (OutTensor& tensor : request.tensors) tensor.lent = true;
+  ATOLL_ASSIGN_OR_RETURN(Prepared prepared, Prepare(hub_, std::move(request)));
+  if (!ValidMethodName(method.name)) {
+    return absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]");
+  }
+  std::string why;
+  std::shared_ptr<const Method> served = hub_->FindMethod(method, &why);
+  if (served == nullptr) return absl::NotFoundError(why);
+  std::vector<TensorIn> tensors = AsReceived(prepared);
+  ServerCall call;
+  call.caller = hub_->self();
+  call.method = method;
+  ATOLL_ASSIGN_OR_RETURN(call.request.tensors,
+                         AllocateFor(*served, hub_->buffers(), call.caller, prepared.body, tensors));
+  FillInline(call.request.tensors, tensors);
+  call.request.body = std::move(prepared.body);
+  call.deadline = deadline;
+  call.cancelled = std::move(cancelled);
+  call.responder = std::move(responder);
+  hub_->Dispatch(std::move(served), std::move(call));
+  return absl::OkStatus();
+}
+
+void SelfCalls::Call(const MethodId& method, Payload request, CallOptions options, OnReply on_reply) {
+  auto pending = std::make_shared<Pending>();
+  pending->method = method;
+  pending->on_reply = std::move(on_reply);
+  {
+    absl::MutexLock lock(&mu_);
+    pending_.insert(pending);
+  }
+  absl::Time deadline = hub_->Now() + options.timeout;
+  absl::Status status = CheckLanding(options.reply_into);
+  if (status.ok()) {
+    pending->reply_into = std::move(options.reply_into);
+    auto self = shared_from_this();
+    pending->timer = hub_->At(deadline, [self, weak = std::weak_ptr<Pending>(pending)] {
+      auto late = weak.lock();
+      if (late == nullptr) return;
+      self->End(late, self->Explain(absl::DeadlineExceededError("no answer before the call's deadline"),
+                                    late->method, base::Ran::kMaybe));
+    });
+    Responder responder = Responder::From(
+        [self, pending](absl::StatusOr<Payload> reply) { self->Answer(pending, std::move(reply)); });
+    status = Run(
+        method, std::move(request), deadline,
+        [pending, hub = hub_, deadline] { return pending->ended.load() || hub->Now() >= deadline; },
+        responder);
+    // A responder that was not given away ends with this block: the refusal comes first.
+    if (!status.ok()) End(pending, Explain(status, method, base::Ran::kNo));
+    return;
+  }
+  End(pending, Explain(status, method, base::Ran::kNo));
+}
+
+void SelfCalls::Answer(const std::shared_ptr<Pending>& pending, absl::StatusOr<Payload> reply) {
+  if (!reply.ok()) return End(pending, Explain(reply.status(), pending->method, base::Ran::kYes));
+  for (OutTensor& tensor : reply->tensors)
+    tensor.on_return = tensor.lent ? std::move(tensor.on_return) : nullptr;
+  for (OutTensor& tensor : reply->tensors) tensor.lent = true;
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, *std::move(reply));
+  if (!prepared.ok()) return End(pending, Explain(prepared.status(), pending->method, base::Ran::kYes));
+  std::vector<TensorIn> tensors = AsReceived(*prepared);
+  Received result;
+  if (pending->reply_into.empty()) {
+    absl::StatusOr<std::vector<at::Tensor>> fresh = AllocateFresh(hub_->buffers(), tensors);
+    if (!fresh.ok()) return End(pending, Explain(fresh.status(), pending->method, base::Ran::kYes));
+    result.tensors = *std::move(fresh);
+    FillInline(result.tensors, tensors);
+  } else {
+    absl::Status match = CheckMatch(pending->reply_into, tensors, "reply_into");
+    if (!match.ok()) return End(pending, Explain(match, pending->method, base::Ran::kYes));
+    // From here on the deadline cannot end it: the caller's memory is being written.
+    if (pending->ended.exchange(true)) return;
+    result.tensors = pending->reply_into;
+    FillInline(result.tensors, tensors);
+    pending->ended.store(false);
+  }
+  result.body = std::move(prepared->body);
+  End(pending, std::move(result));
+}
+
+void SelfCalls::End(const std::shared_ptr<Pending>& pending, absl::StatusOr<Received> result) {
+  if (pending->ended.exchange(true)) return;
+  if (base::Timer::Id timer = pending->timer.load(); timer != 0) hub_->Cancel(timer);
+  {
+    absl::MutexLock lock(&mu_);
+    pending_.erase(pending);
+  }
+  bool ok = result.ok();
+  base::Task task = [on_reply = std::move(pending->on_reply), result = std::move(result)]() mutable {
+    std::move(on_reply)(std::move(result));
+  };
+  ok ? hub_->Schedule(std::move(task)) : hub_->ScheduleFailure(std::move(task));
+}
+
+void SelfCalls::Send(const MethodId& method, Payload request,
+                     absl::AnyInvocable<void(absl::Status)> on_received) {
+  Responder responder = Responder::From([](absl::StatusOr<Payload>) {});
+  absl::Status status = Run(
+      method, std::move(request), absl::InfiniteFuture(), [] { return false; }, responder);
+  std::move(on_received)(status.ok() ? status : Explain(status, method, base::Ran::kNo));
+}
+
+void SelfCalls::FailAll(const absl::Status& reason) {
+  std::vector<std::shared_ptr<Pending>> all;
+  {
+    absl::MutexLock lock(&mu_);
+    all.assign(pending_.begin(), pending_.end());
+  }
+  for (const auto& pending : all) End(pending, Explain(reason, pending->method, base::Ran::kMaybe));
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,368 @@
+#include "atoll/rpc/session.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "atoll/base/log.h"
+#include "atoll/rpc/session_state.h"
+
+namespace Atoll::rpc {
+namespace {
+
+constexpr absl::Duration kConnectLimit = absl::Seconds(10);
+
+SessionCore::Options CoreOptions(const AgentOptions& options, const Peer& peer) {
+  SessionCore::Options core;
+  // Names differ within a job, so that the order is known before the peer's incarnation is.
+  core.wins_ties = options.self.name < peer.id.name;
+  core.can_connect = !peer.addresses.empty();
+  core.window_bytes = options.window_bytes;
+  core.queue_bytes = options.queue_bytes;
+  core.reconnect_limit = options.reconnect_limit;
+  return core;
+}
+
+SessionCore::Failure FailureOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kUnauthenticated:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kInvalidArgument:
+      return SessionCore::Failure::kFatal;
+    case absl::StatusCode::kUnavailable:
+      // transport puts errno's own text in; every other reason may pass.
+      return absl::StrContains(status.message(), "refused") ? SessionCore::Failure::kRefused
+                                                            : SessionCore::Failure::kTransient;
+    default:
+      return SessionCore::Failure::kTransient;
+  }
+}
+
+}  // namespace
+
+Session::Session(std::shared_ptr<Hub> hub, Peer peer)
+    : hub_(std::move(hub)),
+      peer_(std::move(peer)),
+      core_(CoreOptions(hub_->options(), peer_)),
+      served_(hub_->options().max_calls_served) {}
+
+// Pipes.
+
+Session::PipePtr Session::AddPipe(std::shared_ptr<transport::Pipe> pipe) {
+  auto state = std::make_shared<PipeState>();
+  state->id = next_pipe_++;
+  state->lane = pipe->peer().lane;
+  state->initiated = pipe->peer().initiated;
+  state->pipe = std::move(pipe);
+  pipes_.emplace(state->id, state);
+  return state;
+}
+
+void Session::OnAccepted(std::shared_ptr<transport::Pipe> pipe) {
+  PipePtr state;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!core_.dead()) state = AddPipe(pipe);
+  }
+  if (state == nullptr) {
+    pipe->Close(absl::UnavailableError("the session of this incarnation has ended"));
+    return;
+  }
+  StartRead(state);
+}
+
+void Session::Connect(Lane lane, uint64_t attempt) {
+  Peer peer = this->peer();
+  hub_->endpoint()->Connect(
+      peer.addresses, peer.id, lane, std::min(kConnectLimit, hub_->options().reconnect_limit),
+      [self = shared_from_this(), lane, attempt](absl::StatusOr<std::shared_ptr<transport::Pipe>> pipe) {
+        PipePtr state;
+        {
+          absl::MutexLock lock(&self->mu_);
+          if (pipe.ok()) {
+            const base::MemberId& proven = (*pipe)->peer().member;
+            if (self->peer_.id.incarnation == base::Incarnation())
+              self->peer_.id.incarnation = proven.incarnation;
+            state = self->AddPipe(*std::move(pipe));
+            self->core_.OnConnected(lane, attempt, state->id, self->hub_->Now());
+          } else {
+            self->core_.OnConnectFailed(lane, attempt, FailureOf(pipe.status()), pipe.status(),
+                                        self->hub_->Now());
+          }
+        }
+        self->Drain();
+        if (state != nullptr) self->StartRead(state);
+      });
+}
+
+void Session::Write(const PipePtr& pipe, transport::Message message, OutMessagePtr keep) {
+  pipe->pipe->Write(std::move(message),
+                    [self = shared_from_this(), pipe, keep = std::move(keep)](const absl::Status& status) {
+                      if (!status.ok()) self->PipeClosed(pipe, status);
+                    });
+}
+
+void Session::PipeClosed(const PipePtr& pipe, const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (pipe->closed) return;
+    pipe->closed = true;
+    pipes_.erase(pipe->id);
+    if (core_.pipe(pipe->lane) == pipe->id) {
+      ATOLL_LOG(kInfo) << "pipe to " << peer_.id.ToString() << " at " << pipe->pipe->peer().address
+                       << " ended: " << status.message();
+    }
+    core_.OnPipeClosed(pipe->id, status, hub_->Now());
+  }
+  pipe->pipe->Close(status);
+  Drain();
+}
+
+// Actions.
+
+void Session::Drain() {
+  absl::Time arm = absl::InfiniteFuture();
+  std::vector<PipePtr> pipes;
+  mu_.Lock();
+  if (!draining_) {
+    draining_ = true;
+    while (core_.has_actions()) {
+      std::vector<SessionCore::Action> actions = core_.TakeActions();
+      pipes.clear();
+      for (const SessionCore::Action& action : actions) {
+        auto found = pipes_.find(action.pipe);
+        pipes.push_back(found == pipes_.end() ? nullptr : found->second);
+      }
+      mu_.Unlock();
+      for (size_t i = 0; i < actions.size(); ++i) Execute(actions[i], pipes[i]);
+      actions.clear();
+      mu_.Lock();
+    }
+    draining_ = false;
+  }
+  absl::Time next = std::min(core_.NextTimer(), calls_.NextDeadline());
+  if (next < armed_) armed_ = arm = next;
+  mu_.Unlock();
+  if (arm != absl::InfiniteFuture()) {
+    hub_->At(arm, [weak = weak_from_this()] {
+      if (auto self = weak.lock()) self->OnTimer();
+    });
+  }
+}
+
+void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
+  using Kind = SessionCore::Action::Kind;
+  transport::Message out;
+  switch (action.kind) {
+    case Kind::kConnect:
+      Connect(action.lane, action.attempt);
+      return;
+    case Kind::kHello:
+      if (pipe == nullptr) return;
+      action.hello.addresses = hub_->endpoint()->addresses();
+      out.header = EncodeHello(action.hello);
+      SetAcks(out.header, action.acks);
+      Write(pipe, std::move(out), nullptr);
+      return;
+    case Kind::kWrite: {
+      if (pipe == nullptr) return;
+      auto* message = static_cast<Message*>(action.message.get());
+      out.header = message == nullptr ? EncodeBare(Atoll::rpc::Kind::kData, What::kNothing) : message->header;
+      if (message != nullptr) out.tensors = message->buffers;
+      SetAcks(out.header, action.acks);
+      SetNumber(out.header, action.number, action.ack_now);
+      Write(pipe, std::move(out), std::move(action.message));
+      return;
+    }
+    case Kind::kAck:
+      if (pipe == nullptr) return;
+      out.header = EncodeBare(Atoll::rpc::Kind::kAck, What::kNothing);
+      SetAcks(out.header, action.acks);
+      Write(pipe, std::move(out), nullptr);
+      return;
+    case Kind::kBye:
+      if (pipe == nullptr) return;
+      out.header = EncodeBare(Atoll::rpc::Kind::kBye, What::kNothing);
+      Write(pipe, std::move(out), nullptr);
+      return;
+    case Kind::kClose:
+      if (pipe != nullptr) PipeClosed(pipe, action.status);
+      return;
+    case Kind::kAcked: {
+      auto* message = static_cast<Message*>(action.message.get());
+      if (message->on_received) std::move(message->on_received)(absl::OkStatus());
+      return;
+    }
+    case Kind::kDropped: {
+      auto* message = static_cast<Message*>(action.message.get());
+      if (!message->on_received) return;
+      absl::Status death;
+      {
+        absl::MutexLock lock(&mu_);
+        death = core_.death();
+      }
+      base::Ran ran = action.sent ? base::Ran::kMaybe : base::Ran::kNo;
+      std::move(message->on_received)(base::WithRan(death, ran));
+      return;
+    }
+    case Kind::kDead:
+      Finish(action.status);
+      return;
+  }
+}
+
+void Session::Finish(const absl::Status& reason) {
+  std::vector<std::unique_ptr<PendingCall>> calls;
+  std::vector<PipePtr> pipes;
+  base::MemberId id;
+  std::string where;
+  bool notify = false;
+  bool quiet = false;
+  {
+    absl::MutexLock lock(&mu_);
+    calls = calls_.TakeAll();
+    served_.CancelAll();
+    for (auto& [pipe_id, pipe] : pipes_) pipes.push_back(pipe);
+    id = peer_.id;
+    notify = notify_;
+    where = AddressText();
+    quiet = quiet_;
+  }
+  if (quiet) {
+    ATOLL_LOG(kInfo) << "peer " << id.ToString() << " at " << where << ": " << reason.message();
+  } else {
+    ATOLL_LOG(kWarning) << "peer " << id.ToString() << " at " << where << " is gone: " << reason.message()
+                        << "; calls_in_flight=" << calls.size();
+  }
+  for (const PipePtr& pipe : pipes) PipeClosed(pipe, reason);
+  hub_->ScheduleFailure([self = shared_from_this(), calls = std::move(calls), reason, notify, id]() mutable {
+    for (std::unique_ptr<PendingCall>& call : calls) {
+      base::Ran ran = RanUnanswered(*call);
+      self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), reason, ran);
+    }
+    if (notify) self->hub_->NotifyDead(id, reason);
+  });
+}
+
+void Session::OnTimer() {
+  std::vector<std::unique_ptr<PendingCall>> expired;
+  std::shared_ptr<transport::Pipe> cut;
+  {
+    absl::MutexLock lock(&mu_);
+    armed_ = absl::InfiniteFuture();
+    absl::Time now = hub_->Now();
+    core_.OnTimer(now);
+    CallTable::Expired due = calls_.TakeExpired(now);
+    expired = std::move(due.calls);
+    if (due.landing) {
+      auto found = pipes_.find(core_.pipe(Lane::kBulk));
+      if (found != pipes_.end()) cut = found->second->pipe;
+    }
+  }
+  // A reply is landing in memory that its caller gets back now: only the end of the pipe stops that.
+  if (cut != nullptr)
+    cut->Close(absl::DeadlineExceededError("the deadline of a call whose reply was on its way"));
+  Expire(std::move(expired));
+  Drain();
+}
+
+absl::Status Session::Post(OutMessagePtr message, bool force) {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mu_);
+    status = core_.Post(std::move(message), hub_->Now(), force);
+  }
+  if (status.ok()) Drain();
+  return status;
+}
+
+// State.
+
+std::string Session::AddressText() const {
+  if (!address_.empty()) return address_;
+  if (peer_.addresses.empty()) return "an unknown address";
+  return absl::StrJoin(peer_.addresses, ",");
+}
+
+absl::Status Session::Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const {
+  std::string text;
+  {
+    absl::MutexLock lock(&mu_);
+    text = absl::StrCat("calling ", MethodText(method.name, method.version), " on ", peer_.id.ToString(),
+                        " at ", AddressText(), ": ", status.message(), " (ran: ", base::RanName(ran), ")");
+  }
+  return base::WithRan(absl::Status(status.code(), text), ran);
+}
+
+void Session::Update(const Peer& peer) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (peer_.id.incarnation == base::Incarnation()) peer_.id.incarnation = peer.id.incarnation;
+    if (peer.addresses.empty() || core_.dead()) return;
+    bool first = peer_.addresses.empty();
+    peer_.addresses = peer.addresses;
+    if (first) core_.SetCanConnect(hub_->Now());
+  }
+  Drain();
+}
+
+void Session::Probe() {
+  {
+    absl::MutexLock lock(&mu_);
+    core_.Probe(hub_->Now());
+  }
+  Drain();
+}
+
+Peer Session::peer() const {
+  absl::MutexLock lock(&mu_);
+  return peer_;
+}
+
+bool Session::dead() const {
+  absl::MutexLock lock(&mu_);
+  return core_.dead();
+}
+
+void Session::Die(absl::Status reason, bool notify, bool quiet) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (core_.dead()) return;
+    notify_ = notify;
+    quiet_ = quiet;
+    core_.Die(std::move(reason));
+  }
+  Drain();
+}
+
+void Session::SayBye() {
+  {
+    absl::MutexLock lock(&mu_);
+    core_.SayBye();
+  }
+  Drain();
+}
+
+bool Session::AwaitDrained(absl::Time deadline) const {
+  auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return core_.dead() || core_.drained(); };
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithDeadline(absl::Condition(&drained), deadline);
+}
+
+bool Session::AwaitClosed(absl::Time deadline) const {
+  auto closed = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return pipes_.empty(); };
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithDeadline(absl::Condition(&closed), deadline);
+}
+
+std::string Session::Leftover() const {
+  absl::MutexLock lock(&mu_);
+  if (core_.dead() || core_.drained()) return "";
+  return absl::StrCat(peer_.id.ToString(), ": ", core_.unacked_count(), " messages not acknowledged, ",
+                      core_.queued_count(), " not sent");
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,123 @@
+// One peer: carries out what SessionCore and the call tables decide. Internal to rpc.
+//
+// Held by shared_ptr, by the hub, by callbacks of its pipes, and by responders. Thread-safe: `mu_` guards the
+// cores and is never held while a pipe, a handler or a callback of a user runs. Actions are carried out in
+// order by whichever thread finds nobody else at it (Drain): messages go out in the order of their
+// numbers, from the thread that posted them, without a hop.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "atoll/rpc/call_core.h"
+#include "atoll/rpc/hub.h"
+#include "atoll/rpc/payload.h"
+#include "atoll/rpc/session_core.h"
+#include "atoll/rpc/wire.h"
+
+namespace Atoll::rpc {
+
+class Session : public std::enable_shared_from_this<Session> {
+ public:
+  Session(std::shared_ptr<Hub> hub, Peer peer);
+
+  /// As Agent::Call and Agent::Send.
+  void Call(const MethodId& method, Payload request, CallOptions options, OnReply on_reply);
+  void Send(const MethodId& method, Payload request, absl::AnyInvocable<void(absl::Status)> on_received);
+  /// Answers call `id` of the peer. The loans of a reply that nobody waits for are returned.
+  void Reply(uint64_t id, absl::StatusOr<Payload> reply);
+
+  /// A pipe of this peer came in.
+  void OnAccepted(std::shared_ptr<transport::Pipe> pipe);
+  /// New addresses of the same incarnation; an incarnation that was not known (0) is filled in.
+  void Update(const Peer& peer);
+  /// Connects if nothing else does, so that a dead peer is seen to be one.
+  void Probe();
+  Peer peer() const;
+  bool dead() const;
+
+  /// Ends it: calls in flight fail with `reason` (not OK); one log line, of level info if `quiet`.
+  /// `notify`: tell the observers.
+  void Die(absl::Status reason, bool notify, bool quiet);
+  /// Waits until everything posted has been received. False at `deadline` (of absl::Now's clock).
+  bool AwaitDrained(absl::Time deadline) const;
+  /// Tells the peer that we go, in order. It then closes the pipes.
+  void SayBye();
+  bool AwaitClosed(absl::Time deadline) const;
+  /// "worker1#3f2a: 2 messages not acknowledged, 1 not sent", or nothing.
+  std::string Leftover() const;
+
+ private:
+  struct PipeState;
+  struct Incoming;
+  struct ClientCall;
+  using PipePtr = std::shared_ptr<PipeState>;
+  using Lane = transport::Lane;
+
+  // session.cc: pipes and the core's actions.
+  void Drain() ABSL_LOCKS_EXCLUDED(mu_);
+  void Execute(SessionCore::Action& action, const PipePtr& pipe);
+  void Connect(Lane lane, uint64_t attempt);
+  void Finish(const absl::Status& reason);
+  void Write(const PipePtr& pipe, transport::Message message, OutMessagePtr keep);
+  PipePtr AddPipe(std::shared_ptr<transport::Pipe> pipe);
+  void PipeClosed(const PipePtr& pipe, const absl::Status& status);
+  void OnTimer();
+  absl::Status Post(OutMessagePtr message, bool force = false);
+  absl::Status Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const;
+  std::string AddressText() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  // session_calls.cc: calls out, requests in.
+  void Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran);
+  void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors);
+  void Expire(std::vector<std::unique_ptr<PendingCall>> calls);
+  void RunRequest(const Header& header, std::vector<at::Tensor> tensors, absl::Status refusal);
+  void Refuse(uint64_t call, bool one_way, const MethodId& method, const absl::Status& status);
+
+  // session_receive.cc: messages in.
+  void StartRead(const PipePtr& pipe);
+  void OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descriptor> descriptor);
+  void OnHello(const PipePtr& pipe, const Header& header);
+  void OnBye();
+  void Violation(const PipePtr& pipe, const absl::Status& status);
+  bool OnPlainData(const PipePtr& pipe, const Header& header, size_t bytes);
+  void OnTensorData(std::shared_ptr<Incoming> in);
+  void PrepareLanding(Incoming& in);
+  void OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& status);
+
+  const std::shared_ptr<Hub> hub_;
+
+  mutable absl::Mutex mu_;
+  Peer peer_ ABSL_GUARDED_BY(mu_);
+  std::string address_ ABSL_GUARDED_BY(mu_);  // Of the last pipe.
+  SessionCore core_ ABSL_GUARDED_BY(mu_);
+  CallTable calls_ ABSL_GUARDED_BY(mu_);
+  ServedTable served_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<uint64_t, PipePtr> pipes_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_pipe_ ABSL_GUARDED_BY(mu_) = 1;
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  int violations_ ABSL_GUARDED_BY(mu_) = 0;
+  bool notify_ ABSL_GUARDED_BY(mu_) = true;  // Of the death.
+  bool quiet_ ABSL_GUARDED_BY(mu_) = false;
+  // A request's tensors that have begun to arrive on each lane: kept over a cut, and guarded against a second
+  // writer while a pipe that was replaced still writes.
+  struct Landing {
+    uint64_t number = 0;
+    bool busy = false;
+    bool request = false;
+    std::vector<at::Tensor> tensors;
+    absl::Status refusal;
+    std::shared_ptr<Incoming> waiting;
+  };
+  std::array<Landing, 2> landings_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace Atoll::rpc

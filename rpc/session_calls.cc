@@ -1,0 +1,248 @@
+// Session: calls out and their ends, requests in and their answers.
+#include <exception>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "atoll/base/log.h"
+#include "atoll/rpc/session_state.h"
+
+namespace Atoll::rpc {
+
+void Session::Call(const MethodId& method, Payload request, CallOptions options, OnReply on_reply) {
+  auto call = std::make_unique<ClientCall>();
+  call->method = method;
+  call->on_reply = std::move(on_reply);
+  call->reply_inline = options.reply_inline;
+  auto refuse = [&](const absl::Status& status) {
+    hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call), status]() mutable {
+      self->Fail(std::move(call), status, base::Ran::kNo);
+    });
+  };
+  if (!ValidMethodName(method.name)) {
+    return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
+  }
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
+  if (!prepared.ok()) return refuse(prepared.status());
+  absl::Status landing = CheckLanding(options.reply_into);
+  if (!landing.ok()) return refuse(landing);
+  call->reply_into = std::move(options.reply_into);
+  call->deadline = hub_->Now() + options.timeout;
+  std::string header = EncodeRequest(method, options.timeout, false, prepared->body, prepared->fields);
+  bool lent = !prepared->loans.empty();
+  std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), lent);
+  call->request = message;
+  absl::Status status;
+  std::unique_ptr<PendingCall> refused;
+  {
+    absl::MutexLock lock(&mu_);
+    uint64_t id = calls_.Add(std::move(call));
+    SetCall(message->header, id, calls_.watermark());
+    status = core_.Post(std::move(message), hub_->Now());
+    if (!status.ok()) refused = calls_.Take(id);
+  }
+  if (refused != nullptr) {
+    call.reset(static_cast<ClientCall*>(refused.release()));
+    return refuse(status);
+  }
+  Drain();
+}
+
+void Session::Send(const MethodId& method, Payload request,
+                   absl::AnyInvocable<void(absl::Status)> on_received) {
+  auto refuse = [&](const absl::Status& status) {
+    std::move(on_received)(Explain(status, method, base::Ran::kNo));
+  };
+  if (!ValidMethodName(method.name)) {
+    return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
+  }
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
+  if (!prepared.ok()) return refuse(prepared.status());
+  std::string header =
+      EncodeRequest(method, absl::InfiniteDuration(), true, prepared->body, prepared->fields);
+  std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), true);
+  message->on_received = [self = shared_from_this(), method,
+                          on_received = std::move(on_received)](absl::Status status) mutable {
+    std::move(on_received)(status.ok() ? status : self->Explain(status, method, base::GetRan(status)));
+  };
+  absl::Status status = Post(message);
+  if (!status.ok()) std::move(message->on_received)(base::WithRan(status, base::Ran::kNo));
+}
+
+void Session::Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran) {
+  absl::Status explained = Explain(status, call->method, ran);
+  if (call->torn) {
+    explained =
+        base::WithRan(absl::DataLossError(absl::StrCat(explained.message(),
+                                                       "; its reply had begun to land in the caller's "
+                                                       "memory, whose contents are undefined")),
+                      base::Ran::kYes);
+  }
+  std::move(call->on_reply)(std::move(explained));
+}
+
+void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
+  if (calls.empty()) return;
+  std::vector<std::pair<std::unique_ptr<ClientCall>, base::Ran>> ended;
+  {
+    absl::MutexLock lock(&mu_);
+    for (std::unique_ptr<PendingCall>& call : calls) {
+      base::Ran ran = RanUnanswered(*call);
+      if (OutMessagePtr request = call->request.lock()) {
+        if (core_.Withdraw(request.get())) ran = base::Ran::kNo;
+      }
+      // The other side may stop its work: nobody waits for it.
+      if (ran != base::Ran::kNo && !core_.dead()) {
+        auto cancel = MakeMessage(EncodeBare(Kind::kData, What::kCancel, call->id));
+        core_.Post(std::move(cancel), hub_->Now(), /*force=*/true).IgnoreError();
+      }
+      ended.emplace_back(static_cast<ClientCall*>(call.release()), ran);
+    }
+  }
+  hub_->ScheduleFailure([self = shared_from_this(), ended = std::move(ended)]() mutable {
+    for (auto& [call, ran] : ended) {
+      self->Fail(std::move(call), absl::DeadlineExceededError("no answer before the call's deadline"), ran);
+    }
+  });
+}
+
+void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
+                       std::vector<at::Tensor> tensors) {
+  absl::StatusOr<Received> result = Received();
+  if (header.code != absl::StatusCode::kOk) {
+    result = Explain(absl::Status(header.code, header.message), call->method, header.ran);
+  } else if (call->torn) {
+    // Landed whole, in reply_into.
+    FillInline(tensors, header.tensors);
+    result->tensors = std::move(tensors);
+  } else if (!call->reply_into.empty()) {
+    absl::Status match = CheckMatch(call->reply_into, header.tensors, "reply_into");
+    if (match.ok()) {
+      FillInline(call->reply_into, header.tensors);
+      result->tensors = std::move(call->reply_into);
+    } else {
+      result = Explain(match, call->method, base::Ran::kYes);
+    }
+  } else {
+    if (tensors.empty() && !header.tensors.empty()) {
+      absl::StatusOr<std::vector<at::Tensor>> fresh = AllocateFresh(hub_->buffers(), header.tensors);
+      if (fresh.ok()) {
+        tensors = *std::move(fresh);
+      } else {
+        result = Explain(fresh.status(), call->method, base::Ran::kYes);
+      }
+    }
+    if (result.ok()) {
+      FillInline(tensors, header.tensors);
+      result->tensors = std::move(tensors);
+    }
+  }
+  if (result.ok()) result->body = std::string(header.body);
+  if (call->reply_inline) {
+    std::move(call->on_reply)(std::move(result));
+    return;
+  }
+  hub_->Schedule([call = std::move(call), result = std::move(result)]() mutable {
+    std::move(call->on_reply)(std::move(result));
+  });
+}
+
+void Session::Refuse(uint64_t call, bool one_way, const MethodId& method, const absl::Status& status) {
+  if (one_way) {
+    ATOLL_LOG(kInfo) << "refused one-way " << MethodText(method.name, method.version) << " of "
+                     << peer().id.ToString() << ": " << status.message();
+    return;
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    served_.Answer(call);
+  }
+  std::string header = EncodeErrorReply(status, base::Ran::kNo);
+  SetCall(header, call, 0);
+  Post(MakeMessage(std::move(header)), /*force=*/true).IgnoreError();
+}
+
+void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, absl::Status refusal) {
+  const bool one_way = (header.prefix.flags & kFlagOneWay) != 0;
+  const uint64_t id = header.prefix.call;
+  MethodId method{std::string(header.method), header.version};
+  ServedTable::Cancelled cancelled;
+  base::MemberId caller;
+  {
+    absl::MutexLock lock(&mu_);
+    caller = peer_.id;
+    if (!one_way) {
+      ServedTable::Admitted admitted = served_.Admit(id, header.prefix.watermark);
+      if (admitted.admission == ServedTable::Admission::kUnwanted) return;
+      if (admitted.admission == ServedTable::Admission::kFull && refusal.ok()) {
+        refusal = absl::ResourceExhaustedError(
+            absl::StrCat("it already serves ", served_.size(), " calls of this member"));
+      }
+      cancelled = std::move(admitted.cancelled);
+    }
+  }
+  std::string why;
+  std::shared_ptr<const Method> served;
+  if (refusal.ok() && hub_->shutting_down()) refusal = absl::UnavailableError("it is shutting down");
+  if (refusal.ok()) {
+    served = hub_->FindMethod(method, &why);
+    if (served == nullptr) refusal = absl::NotFoundError(why);
+  }
+  if (refusal.ok() && tensors.empty() && !header.tensors.empty()) {
+    absl::StatusOr<std::vector<at::Tensor>> into =
+        AllocateFor(*served, hub_->buffers(), caller, header.body, header.tensors);
+    if (into.ok()) {
+      tensors = *std::move(into);
+    } else {
+      refusal = into.status();
+    }
+  }
+  if (!refusal.ok()) return Refuse(id, one_way, method, refusal);
+  FillInline(tensors, header.tensors);
+  ServerCall call;
+  call.caller = std::move(caller);
+  call.method = std::move(method);
+  call.request.body = std::string(header.body);
+  call.request.tensors = std::move(tensors);
+  absl::Time deadline = hub_->Now() + header.timeout;
+  call.deadline = deadline;
+  if (one_way) {
+    call.cancelled = [] { return false; };
+    call.responder = Responder::From([](absl::StatusOr<Payload>) {});
+  } else {
+    call.cancelled = [cancelled, hub = hub_, deadline] {
+      return cancelled->load() || hub->Now() >= deadline;
+    };
+    call.responder = Responder::From([self = shared_from_this(), id](absl::StatusOr<Payload> reply) {
+      self->Reply(id, std::move(reply));
+    });
+  }
+  hub_->Dispatch(std::move(served), std::move(call));
+}
+
+void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {
+  bool wanted = false;
+  {
+    absl::MutexLock lock(&mu_);
+    wanted = served_.Answer(id);
+  }
+  // Prepared even if unwanted: so its loans return.
+  absl::StatusOr<Prepared> prepared = reply.ok() ? Prepare(hub_, *std::move(reply)) : reply.status();
+  if (!wanted) return;
+  std::shared_ptr<Message> message;
+  if (prepared.ok()) {
+    std::string header = EncodeReply(prepared->body, prepared->fields);
+    bool lent = !prepared->loans.empty();
+    message = MakeMessage(std::move(header), *std::move(prepared), lent);
+  } else {
+    message = MakeMessage(EncodeErrorReply(prepared.status(), base::Ran::kYes));
+  }
+  SetCall(message->header, id, 0);
+  absl::Status status = Post(message);
+  if (absl::IsResourceExhausted(status)) {
+    message = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
+    SetCall(message->header, id, 0);
+    Post(message, /*force=*/true).IgnoreError();
+  }
+}
+
+}  // namespace Atoll::rpc

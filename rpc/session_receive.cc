@@ -1,0 +1,281 @@
+// Session: messages in.
+//
+//   OnDescriptor ── hello, bye, ack
+//        ├── data in the header alone: OnPlainData: received at once, dispatched
+//        └── data with tensors: OnTensorData: where they land ─> Pipe::Read ─> OnLanded: received, dispatched
+#include <utility>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/str_cat.h"
+#include "atoll/base/log.h"
+#include "atoll/rpc/session_state.h"
+
+namespace Atoll::rpc {
+namespace {
+
+// A peer that breaks the protocol so often is not spoken to any more.
+constexpr int kMaxViolations = 3;
+
+}  // namespace
+
+void Session::StartRead(const PipePtr& pipe) {
+  pipe->pipe->ReadDescriptor(
+      [self = shared_from_this(), pipe](absl::StatusOr<transport::Descriptor> descriptor) {
+        self->OnDescriptor(pipe, std::move(descriptor));
+      });
+}
+
+void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descriptor> descriptor) {
+  if (!descriptor.ok()) return PipeClosed(pipe, descriptor.status());
+  absl::InlinedVector<size_t, 8> sizes;
+  for (const auto& tensor : descriptor->tensors) sizes.push_back(tensor.bytes);
+  absl::StatusOr<Header> header = Decode(descriptor->header, sizes);
+  if (!header.ok()) return Violation(pipe, header.status());
+  const Prefix& prefix = header->prefix;
+  if (pipe->greeted == (prefix.kind == Kind::kHello)) {
+    return Violation(pipe,
+                     absl::InvalidArgumentError("the first message of a pipe, and no other, is a hello"));
+  }
+  switch (prefix.kind) {
+    case Kind::kHello:
+      pipe->greeted = true;
+      OnHello(pipe, *header);
+      break;
+    case Kind::kBye:
+      return OnBye();
+    case Kind::kAck: {
+      absl::Status status;
+      {
+        absl::MutexLock lock(&mu_);
+        status = core_.OnAcks(prefix.acks, hub_->Now());
+      }
+      if (!status.ok()) return Violation(pipe, status);
+      Drain();
+      break;
+    }
+    case Kind::kData:
+      if (descriptor->tensors.empty()) {
+        if (!OnPlainData(pipe, *header, descriptor->header.size())) return;
+        break;
+      }
+      auto in = std::make_shared<Incoming>();
+      in->pipe = pipe;
+      in->descriptor = *std::move(descriptor);
+      // A header is longer than what a std::string holds in itself: its bytes, and the views, stay in place.
+      in->header = *std::move(header);
+      return OnTensorData(std::move(in));
+  }
+  StartRead(pipe);
+}
+
+void Session::OnHello(const PipePtr& pipe, const Header& header) {
+  {
+    absl::MutexLock lock(&mu_);
+    absl::Time now = hub_->Now();
+    if (!core_.dead()) {
+      address_ = pipe->pipe->peer().address;
+      if (peer_.addresses.empty() && !header.hello.addresses.empty()) {
+        peer_.addresses = header.hello.addresses;
+        core_.SetCanConnect(now);
+      }
+    }
+    core_.OnHello(pipe->id, pipe->lane, pipe->initiated, header.hello, header.prefix.acks, now);
+  }
+  Drain();
+}
+
+void Session::OnBye() {
+  Die(absl::UnavailableError("it shut down in order"), /*notify=*/true, /*quiet=*/true);
+}
+
+void Session::Violation(const PipePtr& pipe, const absl::Status& status) {
+  int count = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    count = ++violations_;
+  }
+  absl::Status reason = base::Annotate(status, "it broke the protocol");
+  ATOLL_LOG(kWarning) << "closing a pipe of " << peer().id.ToString() << ": " << reason.message();
+  PipeClosed(pipe, reason);
+  if (count >= kMaxViolations) Die(reason, /*notify=*/true, /*quiet=*/false);
+}
+
+bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t bytes) {
+  const Prefix& prefix = header.prefix;
+  absl::Status status;
+  SessionCore::Verdict verdict = SessionCore::Verdict::kStale;
+  std::unique_ptr<PendingCall> answered;
+  {
+    absl::MutexLock lock(&mu_);
+    absl::Time now = hub_->Now();
+    status = core_.OnAcks(prefix.acks, now);
+    verdict = core_.OnAnnounced(pipe->id, pipe->lane, prefix.number);
+    if (status.ok() && verdict == SessionCore::Verdict::kNew) {
+      core_.OnReceived(pipe->lane, prefix.number, bytes, (prefix.flags & kFlagAckNow) != 0, now);
+      if (prefix.what == What::kReply) answered = calls_.Take(prefix.call);
+      if (prefix.what == What::kCancel) served_.Cancel(prefix.call);
+      Landing& landing = landings_[static_cast<size_t>(pipe->lane)];
+      if (!landing.busy && landing.number <= prefix.number) landing = Landing();
+    }
+  }
+  if (!status.ok()) {
+    Violation(pipe, status);
+    return false;
+  }
+  switch (verdict) {
+    case SessionCore::Verdict::kStale:
+      return false;
+    case SessionCore::Verdict::kGap:
+      Violation(pipe, absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early")));
+      return false;
+    case SessionCore::Verdict::kDuplicate:
+      break;
+    case SessionCore::Verdict::kNew:
+      if (prefix.what == What::kRequest) RunRequest(header, {}, absl::OkStatus());
+      if (answered != nullptr) {
+        Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), header, {});
+      }
+      break;
+  }
+  Drain();
+  return true;
+}
+
+void Session::OnTensorData(std::shared_ptr<Incoming> in) {
+  const Prefix& prefix = in->header.prefix;
+  const Lane lane = in->pipe->lane;
+  absl::Status status;
+  bool repeated = false;
+  {
+    absl::MutexLock lock(&mu_);
+    status = core_.OnAcks(prefix.acks, hub_->Now());
+    SessionCore::Verdict verdict = core_.OnAnnounced(in->pipe->id, lane, prefix.number);
+    if (verdict == SessionCore::Verdict::kGap) {
+      status = absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early"));
+    }
+    if (verdict == SessionCore::Verdict::kStale) return;
+    Landing& landing = landings_[static_cast<size_t>(lane)];
+    if (status.ok()) {
+      if (landing.busy) {
+        // A pipe that was cut still writes into the memory; this one goes on when that has ended.
+        landing.waiting = std::move(in);
+        return;
+      }
+      repeated = verdict == SessionCore::Verdict::kDuplicate;
+      landing.busy = true;
+      if (!repeated && landing.request && landing.number == prefix.number && prefix.what == What::kRequest &&
+          CheckMatch(landing.tensors, in->header.tensors, "").ok()) {
+        in->tensors = std::move(landing.tensors);
+        in->refusal = landing.refusal;
+      }
+      landing.tensors.clear();
+    }
+  }
+  if (!status.ok()) return Violation(in->pipe, status);
+  if (in->tensors.empty() && !repeated) PrepareLanding(*in);
+  if (in->tensors.empty()) {
+    // Nobody wants it: it is read only to get behind it.
+    absl::StatusOr<std::vector<at::Tensor>> scratch = AllocateFresh(hub_->buffers(), in->header.tensors);
+    if (!scratch.ok()) {
+      OnLanded(in, scratch.status());
+      return Die(scratch.status(), /*notify=*/true, /*quiet=*/false);
+    }
+    in->tensors = *std::move(scratch);
+  }
+  std::vector<transport::Buffer> buffers = ReadBuffers(in->tensors, in->header.tensors);
+  std::shared_ptr<transport::Pipe> pipe = in->pipe->pipe;
+  pipe->Read(std::move(buffers),
+             [self = shared_from_this(), in](const absl::Status& status) { self->OnLanded(in, status); });
+  Drain();
+}
+
+void Session::PrepareLanding(Incoming& in) {
+  const Prefix& prefix = in.header.prefix;
+  if (prefix.what == What::kRequest) {
+    std::string why;
+    std::shared_ptr<const Method> method =
+        hub_->FindMethod({std::string(in.header.method), in.header.version}, &why);
+    absl::StatusOr<std::vector<at::Tensor>> into = absl::NotFoundError(why);
+    if (hub_->shutting_down()) {
+      into = absl::UnavailableError("it is shutting down");
+    } else if (method != nullptr) {
+      into = AllocateFor(*method, hub_->buffers(), peer().id, in.header.body, in.header.tensors);
+    }
+    if (into.ok()) {
+      in.tensors = *std::move(into);
+    } else {
+      in.refusal = into.status();
+    }
+    return;
+  }
+  std::unique_ptr<ClientCall> mismatched;
+  absl::Status match;
+  {
+    absl::MutexLock lock(&mu_);
+    auto* call = static_cast<ClientCall*>(calls_.Find(prefix.call));
+    if (call == nullptr || call->reply_into.empty()) return;
+    match = CheckMatch(call->reply_into, in.header.tensors, "reply_into");
+    if (match.ok()) {
+      call->landing = call->torn = in.into_caller = true;
+      in.tensors = call->reply_into;
+    } else {
+      mismatched.reset(static_cast<ClientCall*>(calls_.Take(prefix.call).release()));
+    }
+  }
+  if (mismatched == nullptr) return;
+  mismatched->torn = false;
+  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(mismatched), match]() mutable {
+    self->Fail(std::move(call), match, base::Ran::kYes);
+  });
+}
+
+void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& status) {
+  const Prefix& prefix = in->header.prefix;
+  const Lane lane = in->pipe->lane;
+  std::shared_ptr<Incoming> waiting;
+  std::unique_ptr<PendingCall> answered, lost;
+  bool received = false;
+  {
+    absl::MutexLock lock(&mu_);
+    Landing& landing = landings_[static_cast<size_t>(lane)];
+    landing.busy = false;
+    waiting = std::move(landing.waiting);
+    PendingCall* call = in->into_caller ? calls_.Find(prefix.call) : nullptr;
+    if (call != nullptr) call->landing = false;
+    if (status.ok()) {
+      size_t bytes = in->descriptor.header.size();
+      for (const auto& tensor : in->descriptor.tensors) bytes += tensor.bytes;
+      received = core_.OnReceived(lane, prefix.number, bytes, true, hub_->Now());
+      landing = Landing();
+      if (received && prefix.what == What::kReply) answered = calls_.Take(prefix.call);
+    } else {
+      if (call != nullptr && (call->expired || core_.dead())) lost = calls_.Take(prefix.call);
+      if (prefix.what == What::kRequest && !core_.dead() && prefix.number == core_.last_received(lane) + 1) {
+        landing.number = prefix.number;
+        landing.request = true;
+        landing.tensors = in->tensors;
+        landing.refusal = in->refusal;
+      }
+    }
+  }
+  if (received && prefix.what == What::kRequest) RunRequest(in->header, std::move(in->tensors), in->refusal);
+  if (answered != nullptr) {
+    Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), in->header,
+             std::move(in->tensors));
+  }
+  if (lost != nullptr) {
+    hub_->ScheduleFailure([self = shared_from_this(), call = std::move(lost), status]() mutable {
+      self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status,
+                 base::Ran::kYes);
+    });
+  }
+  if (!status.ok()) {
+    PipeClosed(in->pipe, status);
+  } else {
+    Drain();
+    StartRead(in->pipe);
+  }
+  if (waiting != nullptr) OnTensorData(std::move(waiting));
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,259 @@
+#include "atoll/rpc/wire.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include <c10/core/ScalarType.h>
+
+#include "absl/strings/str_cat.h"
+#include "atoll/base/bytes.h"
+
+namespace Atoll::rpc {
+namespace {
+
+constexpr size_t kFlagsAt = 2;
+constexpr size_t kAcksAt = 8;
+constexpr size_t kNumberAt = 24;
+constexpr size_t kCallAt = 32;
+constexpr size_t kWatermarkAt = 40;
+constexpr size_t kMinTensorBytes = 3;
+
+void PutPrefix(base::ByteWriter& out, Kind kind, What what, uint8_t flags, uint64_t call = 0) {
+  out.Put(kind);
+  out.Put(what);
+  out.Put(flags);
+  out.Put<uint8_t>(0);
+  out.Put<uint32_t>(0);
+  for (int i = 0; i < 3; ++i) out.Put<uint64_t>(0);
+  out.Put(call);
+  out.Put<uint64_t>(0);
+}
+
+void PutTensors(base::ByteWriter& out, absl::Span<const TensorOut> tensors) {
+  out.Put(static_cast<uint32_t>(tensors.size()));
+  for (const TensorOut& tensor : tensors) {
+    out.Put(static_cast<uint8_t>(tensor.meta.dtype));
+    out.Put(tensor.data != nullptr);
+    out.Put(static_cast<uint8_t>(tensor.meta.sizes.size()));
+    for (int64_t size : tensor.meta.sizes) out.Put(size);
+    if (tensor.data != nullptr) {
+      out.PutRaw(absl::string_view(static_cast<const char*>(tensor.data), tensor.meta.bytes()));
+    }
+  }
+}
+
+// Every dtype that is a plain array of elements; quantized and bit types travel by nobody.
+bool KnownDtype(uint8_t dtype) {
+  using at::ScalarType;
+  if (dtype >= static_cast<uint8_t>(ScalarType::NumOptions)) return false;
+  ScalarType type = static_cast<ScalarType>(dtype);
+  return c10::isFloatingType(type) || c10::isIntegralType(type, /*includeBool=*/true) ||
+         c10::isComplexType(type);
+}
+
+TensorIn GetTensor(base::ByteReader& in) {
+  TensorIn tensor;
+  uint8_t dtype = in.Get<uint8_t>();
+  if (in.ok() && !KnownDtype(dtype)) in.Fail("an unknown dtype");
+  tensor.is_inline = in.Get<bool>();
+  size_t dims = in.Get<uint8_t>();
+  if (dims > kMaxDims) in.Fail("too many dimensions");
+  if (dims * sizeof(int64_t) > in.remaining()) in.Fail("sizes above the bytes left");
+  if (!in.ok()) return tensor;
+  tensor.meta.dtype = static_cast<at::ScalarType>(dtype);
+  // Each product of a prefix of the sizes must fit, so that nobody overflows in between.
+  uint64_t bytes = c10::elementSize(tensor.meta.dtype);
+  bool empty = false;
+  tensor.meta.sizes.reserve(dims);
+  for (size_t i = 0; i < dims; ++i) {
+    int64_t size = in.Get<int64_t>();
+    if (size < 0) in.Fail("a negative size");
+    if (!in.ok()) return tensor;
+    empty = empty || size == 0;
+    if (size > 1 && bytes > (uint64_t{1} << 62) / static_cast<uint64_t>(size)) in.Fail("sizes too large");
+    if (!in.ok()) return tensor;
+    bytes *= static_cast<uint64_t>(std::max<int64_t>(size, 1));
+    tensor.meta.sizes.push_back(size);
+  }
+  if (tensor.is_inline) tensor.bytes = in.GetRaw(empty ? 0 : bytes);
+  return tensor;
+}
+
+void GetTensors(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Header& header) {
+  uint32_t count = in.GetCount(kMinTensorBytes);
+  header.tensors.reserve(count);
+  size_t next = 0;
+  for (uint32_t i = 0; i < count && in.ok(); ++i) {
+    header.tensors.push_back(GetTensor(in));
+    const TensorIn& tensor = header.tensors.back();
+    if (!in.ok() || tensor.is_inline) continue;
+    if (next == tensor_bytes.size() || tensor_bytes[next] != tensor.meta.bytes()) {
+      in.Fail("a tensor that is not as the pipe announced it");
+    }
+    ++next;
+  }
+  if (in.ok() && next != tensor_bytes.size()) in.Fail("fewer tensors than the pipe announced");
+}
+
+void GetHello(base::ByteReader& in, Hello& hello) {
+  uint32_t version = in.Get<uint32_t>();
+  if (in.ok() && version != kWireVersion) in.Fail("another version of the wire");
+  hello.attempt = in.Get<uint64_t>();
+  hello.accepted = in.Get<uint64_t>();
+  uint32_t count = in.GetCount(sizeof(uint32_t));
+  if (count > kMaxAddresses) in.Fail("too many addresses");
+  for (uint32_t i = 0; i < count && in.ok(); ++i) {
+    hello.addresses.emplace_back(in.GetString(kMaxAddressBytes));
+  }
+}
+
+void GetRequest(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Header& header) {
+  int64_t timeout = in.Get<int64_t>();
+  if (timeout < 0) in.Fail("a negative timeout");
+  header.timeout = timeout == 0 ? absl::InfiniteDuration() : absl::Nanoseconds(timeout);
+  header.method = in.GetString(kMaxMethodName);
+  if (in.ok() && !ValidMethodName(header.method)) in.Fail("a method's name with odd characters");
+  header.version = in.Get<uint32_t>();
+  header.body = in.GetString(std::numeric_limits<uint32_t>::max());
+  GetTensors(in, tensor_bytes, header);
+}
+
+void GetReply(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Header& header) {
+  uint32_t code = in.Get<uint32_t>();
+  if (code > static_cast<uint32_t>(absl::StatusCode::kUnauthenticated)) in.Fail("an unknown status code");
+  uint8_t ran = in.Get<uint8_t>();
+  if (ran > static_cast<uint8_t>(base::Ran::kYes)) in.Fail("an unknown kind of ran");
+  header.code = static_cast<absl::StatusCode>(code);
+  header.ran = static_cast<base::Ran>(ran);
+  header.message = in.GetString(kMaxErrorBytes);
+  header.body = in.GetString(std::numeric_limits<uint32_t>::max());
+  GetTensors(in, tensor_bytes, header);
+}
+
+}  // namespace
+
+std::string EncodeHello(const Hello& hello) {
+  base::ByteWriter out;
+  PutPrefix(out, Kind::kHello, What::kNothing, 0);
+  out.Put(kWireVersion);
+  out.Put(hello.attempt);
+  out.Put(hello.accepted);
+  size_t count = std::min(hello.addresses.size(), kMaxAddresses);
+  out.Put(static_cast<uint32_t>(count));
+  for (size_t i = 0; i < count; ++i) {
+    out.PutString(absl::string_view(hello.addresses[i]).substr(0, kMaxAddressBytes));
+  }
+  return std::move(out).Take();
+}
+
+std::string EncodeRequest(const MethodId& method, absl::Duration timeout, bool one_way,
+                          absl::string_view body, absl::Span<const TensorOut> tensors) {
+  size_t bytes = kPrefixBytes + 32 + method.name.size() + body.size();
+  for (const TensorOut& tensor : tensors) {
+    bytes += kMinTensorBytes + 8 * tensor.meta.sizes.size() + (tensor.data ? tensor.meta.bytes() : 0);
+  }
+  std::string storage;
+  storage.reserve(bytes);
+  base::ByteWriter out(std::move(storage));
+  PutPrefix(out, Kind::kData, What::kRequest, one_way ? kFlagOneWay : 0);
+  // A timeout beyond an int64 of nanoseconds (292 years) is none.
+  int64_t ns = absl::ToInt64Nanoseconds(timeout);
+  out.Put<int64_t>(ns == std::numeric_limits<int64_t>::max() ? 0 : std::max<int64_t>(ns, 1));
+  out.PutString(method.name);
+  out.Put(method.version);
+  out.PutString(body);
+  PutTensors(out, tensors);
+  return std::move(out).Take();
+}
+
+std::string EncodeReply(absl::string_view body, absl::Span<const TensorOut> tensors) {
+  base::ByteWriter out;
+  PutPrefix(out, Kind::kData, What::kReply, 0);
+  out.Put<uint32_t>(0);
+  out.Put(static_cast<uint8_t>(base::Ran::kYes));
+  out.PutString("");
+  out.PutString(body);
+  PutTensors(out, tensors);
+  return std::move(out).Take();
+}
+
+std::string EncodeErrorReply(const absl::Status& error, base::Ran ran) {
+  base::ByteWriter out;
+  PutPrefix(out, Kind::kData, What::kReply, 0);
+  uint32_t code = static_cast<uint32_t>(error.code());
+  if (code > static_cast<uint32_t>(absl::StatusCode::kUnauthenticated)) {
+    code = static_cast<uint32_t>(absl::StatusCode::kUnknown);
+  }
+  out.Put(code);
+  out.Put(static_cast<uint8_t>(ran));
+  out.PutString(error.message().substr(0, kMaxErrorBytes));
+  out.PutString("");
+  PutTensors(out, {});
+  return std::move(out).Take();
+}
+
+std::string EncodeBare(Kind kind, What what, uint64_t call) {
+  base::ByteWriter out;
+  PutPrefix(out, kind, what, 0, call);
+  return std::move(out).Take();
+}
+
+void SetAcks(std::string& header, const Acks& acks) {
+  std::memcpy(header.data() + kAcksAt, acks.data(), sizeof(acks));
+}
+
+void SetNumber(std::string& header, uint64_t number, bool ack_now) {
+  std::memcpy(header.data() + kNumberAt, &number, sizeof(number));
+  if (ack_now) header[kFlagsAt] = static_cast<char>(header[kFlagsAt] | kFlagAckNow);
+}
+
+void SetCall(std::string& header, uint64_t call, uint64_t watermark) {
+  std::memcpy(header.data() + kCallAt, &call, sizeof(call));
+  std::memcpy(header.data() + kWatermarkAt, &watermark, sizeof(watermark));
+}
+
+absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> tensor_bytes) {
+  base::ByteReader in(bytes);
+  Header header;
+  Prefix& prefix = header.prefix;
+  prefix.kind = in.Get<Kind>();
+  prefix.what = in.Get<What>();
+  prefix.flags = in.Get<uint8_t>();
+  if (in.Get<uint8_t>() != 0 || in.Get<uint32_t>() != 0) in.Fail("reserved bytes that are not zero");
+  if (prefix.flags > (kFlagAckNow | kFlagOneWay)) in.Fail("unknown flags");
+  for (uint64_t& ack : prefix.acks) ack = in.Get<uint64_t>();
+  prefix.number = in.Get<uint64_t>();
+  prefix.call = in.Get<uint64_t>();
+  prefix.watermark = in.Get<uint64_t>();
+  bool has_tensors = false;
+  if (in.ok()) {
+    if (prefix.kind == Kind::kHello) {
+      GetHello(in, header.hello);
+    } else if (prefix.kind == Kind::kData && prefix.what == What::kRequest) {
+      has_tensors = true;
+      GetRequest(in, tensor_bytes, header);
+    } else if (prefix.kind == Kind::kData && prefix.what == What::kReply) {
+      has_tensors = true;
+      GetReply(in, tensor_bytes, header);
+    } else if (prefix.kind == Kind::kData) {
+      if (prefix.what != What::kNothing && prefix.what != What::kCancel) in.Fail("an unknown kind of data");
+    } else if (prefix.kind != Kind::kAck && prefix.kind != Kind::kBye) {
+      in.Fail("an unknown kind of message");
+    }
+  }
+  if (in.ok() && !has_tensors && !tensor_bytes.empty()) in.Fail("tensors where none belong");
+  ATOLL_RETURN_IF_ERROR(in.Finish());
+  return header;
+}
+
+std::string MethodText(absl::string_view name, uint32_t version) { return absl::StrCat(name, " v", version); }
+
+bool ValidMethodName(absl::string_view name) {
+  return !name.empty() && name.size() <= kMaxMethodName && std::all_of(name.begin(), name.end(), [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '.';
+  });
+}
+
+}  // namespace Atoll::rpc

@@ -1,0 +1,113 @@
+// The header of each message on a pipe. What is in it is decided here alone; docs/wire.md tells it in words.
+//
+//   prefix (48 bytes, fixed places, so that acknowledgements and numbers are filled in when it is sent)
+//     0 kind u8 | 1 what u8 | 2 flags u8 | 3 zero u8 | 4 zero u32
+//     8 acknowledged on control u64 | 16 acknowledged on bulk u64
+//    24 number u64 | 32 call u64 | 40 lowest awaited call u64
+//   hello    version u32 | attempt u64 | accepted u64 | addresses (count u32, strings)
+//   request  timeout in ns i64 (0: none) | method string | version u32 | body string | tensors
+//   reply    code u32 | ran u8 | message string | body string | tensors
+//   tensors  count u32, each: dtype u8 | inline u8 | dims u8 | sizes i64... | its bytes, if inline
+//
+// Integers are little-endian, strings a u32 length and bytes. Bytes come from an authenticated peer and are
+// still never trusted: a decoder returns an error.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "atoll/base/status.h"
+#include "atoll/rpc/agent.h"
+
+namespace Atoll::rpc {
+
+inline constexpr uint32_t kWireVersion = 1;
+inline constexpr size_t kPrefixBytes = 48;
+inline constexpr size_t kMaxMethodName = 128;
+inline constexpr size_t kMaxDims = 64;
+inline constexpr size_t kMaxAddresses = 64;
+inline constexpr size_t kMaxAddressBytes = 512;
+inline constexpr size_t kMaxErrorBytes = 64 << 10;  ///< Of an error's text: longer ones are cut.
+
+/// Numbers are never reused.
+enum class Kind : uint8_t { kHello = 1, kAck = 2, kData = 3, kBye = 4 };
+enum class What : uint8_t { kNothing = 0, kRequest = 1, kReply = 2, kCancel = 3 };
+inline constexpr uint8_t kFlagAckNow = 1;  ///< Somebody waits for the acknowledgement.
+inline constexpr uint8_t kFlagOneWay = 2;  ///< A request whose reply is dropped.
+
+/// The last number received on each lane (index: transport::Lane).
+using Acks = std::array<uint64_t, 2>;
+
+struct Prefix {
+  Kind kind = Kind::kData;
+  What what = What::kNothing;
+  uint8_t flags = 0;
+  Acks acks = {0, 0};
+  uint64_t number = 0;
+  uint64_t call = 0;
+  uint64_t watermark = 0;
+};
+
+/// The first message on each pipe, from both sides.
+struct Hello {
+  uint64_t attempt = 0;   ///< Number of the pipe among those the connecting side opened on this lane.
+  uint64_t accepted = 0;  ///< The highest attempt of the other side that this side accepted.
+  std::vector<std::string> addresses;  ///< Where this side can be reached.
+};
+
+/// A tensor's place in a header that is written: `data` null means that its bytes travel on their own.
+struct TensorOut {
+  TensorMeta meta;
+  const void* data = nullptr;
+};
+
+/// A tensor's place in a header that was read.
+struct TensorIn {
+  TensorMeta meta;
+  bool is_inline = false;
+  absl::string_view bytes;  ///< If inline.
+};
+
+/// A header that was read. Views are into the bytes given to Decode.
+struct Header {
+  Prefix prefix;
+  Hello hello;                                        // kHello.
+  absl::Duration timeout = absl::InfiniteDuration();  // kRequest from here.
+  absl::string_view method;
+  uint32_t version = 0;
+  absl::StatusCode code = absl::StatusCode::kOk;  // kReply from here.
+  base::Ran ran = base::Ran::kYes;
+  absl::string_view message;
+  absl::string_view body;  // Both.
+  std::vector<TensorIn> tensors;
+};
+
+std::string EncodeHello(const Hello& hello);
+std::string EncodeRequest(const MethodId& method, absl::Duration timeout, bool one_way,
+                          absl::string_view body, absl::Span<const TensorOut> tensors);
+std::string EncodeReply(absl::string_view body, absl::Span<const TensorOut> tensors);
+std::string EncodeErrorReply(const absl::Status& error, base::Ran ran);
+/// A header of a prefix alone: an acknowledgement, a farewell, a cancellation, a number that carries nothing.
+std::string EncodeBare(Kind kind, What what, uint64_t call = 0);
+
+/// Fills the places of an encoded header that are known only when it is sent.
+void SetAcks(std::string& header, const Acks& acks);
+void SetNumber(std::string& header, uint64_t number, bool ack_now);
+void SetCall(std::string& header, uint64_t call, uint64_t watermark);
+
+/// Reads a header; `tensor_bytes` are the sizes that the pipe announced with it, which must be those of
+/// the tensors that are not inline, in order. InvalidArgument says what is wrong.
+absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> tensor_bytes);
+
+/// "shard.push v1".
+std::string MethodText(absl::string_view name, uint32_t version);
+/// At most 128 bytes of [a-z0-9_.], not empty.
+bool ValidMethodName(absl::string_view name);
+
+}  // namespace Atoll::rpc

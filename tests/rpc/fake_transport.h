@@ -1,0 +1,296 @@
+// A transport inside one process, that can be cut at will: endpoints by name, pipes that copy. For tests of
+// what stands on transport. Callbacks run on one loop thread an endpoint, as the contract says.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "atoll/base/executor.h"
+#include "atoll/transport/endpoint.h"
+
+namespace Atoll::rpc {
+
+class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
+ public:
+  static std::shared_ptr<FakeNetwork> Create() { return std::shared_ptr<FakeNetwork>(new FakeNetwork); }
+  std::shared_ptr<transport::Endpoint> CreateEndpoint(base::MemberId self) {
+    auto endpoint = std::make_shared<EndpointImpl>(shared_from_this(), std::move(self));
+    absl::MutexLock lock(&mu_);
+    endpoints_[absl::StrCat("fake:", endpoint->self_.name)] = endpoint;
+    return endpoint;
+  }
+
+  /// Ends every pipe between the two, as a cut cable would.
+  void Cut(const std::string& a, const std::string& b) {
+    std::vector<std::shared_ptr<PipeImpl>> pipes;
+    {
+      absl::MutexLock lock(&mu_);
+      for (const auto& weak : pipes_) {
+        auto pipe = weak.lock();
+        if (pipe == nullptr) continue;
+        std::pair<std::string, std::string> ends(pipe->self_name_, pipe->peer_.member.name);
+        if (ends == std::pair(a, b) || ends == std::pair(b, a)) pipes.push_back(pipe);
+      }
+    }
+    for (const auto& pipe : pipes) pipe->Close(absl::UnavailableError("the cable was cut"));
+  }
+  /// The next `count` reads of tensors copy half of their bytes, and then the pipe is cut.
+  void CutReads(int count) { cut_reads_.store(count); }
+  /// While set no connection is made (it fails as a network that is away does).
+  void SetUnreachable(bool unreachable) { unreachable_.store(unreachable); }
+  uint64_t connects() const { return connects_.load(); }
+  int cut_reads_left() const { return cut_reads_.load(); }
+
+ private:
+  FakeNetwork() = default;
+
+  // Runs callbacks in order on a thread of its own.
+  class Loop {
+   public:
+    Loop() : thread_([this] { Run(); }) {}
+    ~Loop() { Join(); }
+    void Post(base::Task task) {
+      absl::MutexLock lock(&mu_);
+      tasks_.push_back(std::move(task));
+    }
+    void Join() {
+      {
+        absl::MutexLock lock(&mu_);
+        stop_ = true;
+      }
+      if (thread_.joinable()) thread_.join();
+    }
+
+   private:
+    void Run() {
+      auto ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stop_ || !tasks_.empty(); };
+      while (true) {
+        base::Task task;
+        {
+          absl::MutexLock lock(&mu_);
+          mu_.Await(absl::Condition(&ready));
+          if (tasks_.empty()) return;
+          task = std::move(tasks_.front());
+          tasks_.pop_front();
+        }
+        std::move(task)();
+      }
+    }
+    absl::Mutex mu_;
+    std::deque<base::Task> tasks_ ABSL_GUARDED_BY(mu_);
+    bool stop_ ABSL_GUARDED_BY(mu_) = false;
+    std::thread thread_;
+  };
+
+  struct Packet {
+    transport::Descriptor descriptor;
+    std::vector<std::string> tensors;
+  };
+
+  class PipeImpl : public transport::Pipe, public std::enable_shared_from_this<PipeImpl> {
+   public:
+    PipeImpl(std::shared_ptr<FakeNetwork> network, std::shared_ptr<Loop> loop, std::string self_name,
+             transport::PeerInfo peer)
+        : network_(std::move(network)),
+          loop_(std::move(loop)),
+          self_name_(std::move(self_name)),
+          peer_(std::move(peer)) {}
+
+    void Write(transport::Message message, absl::AnyInvocable<void(absl::Status)> done) override {
+      Packet packet;
+      packet.descriptor.header = std::move(message.header);
+      for (const auto& buffer : message.tensors) {
+        packet.descriptor.tensors.push_back({buffer.bytes, {}, {}});
+        packet.tensors.emplace_back(static_cast<const char*>(buffer.data), buffer.bytes);
+      }
+      absl::Status status;
+      std::shared_ptr<PipeImpl> other;
+      {
+        absl::MutexLock lock(&network_->mu_);
+        status = closed_;
+        other = other_.lock();
+        if (status.ok() && other != nullptr) other->inbox_.push_back(std::move(packet));
+      }
+      if (other != nullptr && status.ok()) other->Deliver();
+      std::move(done)(status);  // Inline, as the contract allows: the worst case for the caller's locks.
+    }
+    void ReadDescriptor(absl::AnyInvocable<void(absl::StatusOr<transport::Descriptor>)> done) override {
+      {
+        absl::MutexLock lock(&network_->mu_);
+        waiting_ = std::move(done);
+      }
+      Deliver();
+    }
+    void Read(std::vector<transport::Buffer> into, absl::AnyInvocable<void(absl::Status)> done) override {
+      loop_->Post([self = shared_from_this(), into = std::move(into), done = std::move(done)]() mutable {
+        std::vector<std::string> tensors;
+        absl::Status status;
+        {
+          absl::MutexLock lock(&self->network_->mu_);
+          status = self->closed_;
+          tensors = std::move(self->arriving_);
+        }
+        if (status.ok() && self->network_->cut_reads_.load() > 0) {
+          self->network_->cut_reads_.fetch_sub(1);
+          for (size_t i = 0; i < into.size(); ++i)
+            std::memcpy(into[i].data, tensors[i].data(), into[i].bytes / 2);
+          status = absl::UnavailableError("the cable was cut in the middle");
+          self->Close(status);
+        } else if (status.ok()) {
+          for (size_t i = 0; i < into.size(); ++i)
+            std::memcpy(into[i].data, tensors[i].data(), into[i].bytes);
+        }
+        std::move(done)(status);
+      });
+    }
+    void Close(absl::Status reason) override {
+      std::shared_ptr<PipeImpl> other;
+      {
+        absl::MutexLock lock(&network_->mu_);
+        if (!closed_.ok()) return;
+        closed_ = reason;
+        other = other_.lock();
+        if (other != nullptr && other->closed_.ok()) {
+          other->closed_ = absl::UnavailableError("the other side closed the pipe");
+        }
+      }
+      Deliver();
+      if (other != nullptr) other->Deliver();
+    }
+    const transport::PeerInfo& peer() const override { return peer_; }
+
+    // Gives the waiting reader what there is.
+    void Deliver() {
+      loop_->Post([self = shared_from_this()] {
+        absl::AnyInvocable<void(absl::StatusOr<transport::Descriptor>)> done;
+        absl::StatusOr<transport::Descriptor> result = transport::Descriptor();
+        {
+          absl::MutexLock lock(&self->network_->mu_);
+          if (!self->waiting_) return;
+          if (!self->closed_.ok()) {
+            result = self->closed_;
+          } else if (!self->inbox_.empty()) {
+            result = std::move(self->inbox_.front().descriptor);
+            self->arriving_ = std::move(self->inbox_.front().tensors);
+            self->inbox_.pop_front();
+          } else {
+            return;
+          }
+          done = std::move(self->waiting_);
+          self->waiting_ = nullptr;
+        }
+        std::move(done)(std::move(result));
+      });
+    }
+
+    const std::shared_ptr<FakeNetwork> network_;
+    const std::shared_ptr<Loop> loop_;
+    const std::string self_name_;
+    const transport::PeerInfo peer_;
+    // Under the network's mutex.
+    std::weak_ptr<PipeImpl> other_;
+    std::deque<Packet> inbox_;
+    std::vector<std::string> arriving_;
+    absl::AnyInvocable<void(absl::StatusOr<transport::Descriptor>)> waiting_;
+    absl::Status closed_;
+  };
+
+  class EndpointImpl : public transport::Endpoint {
+   public:
+    EndpointImpl(std::shared_ptr<FakeNetwork> network, base::MemberId self)
+        : self_(std::move(self)), network_(std::move(network)), loop_(std::make_shared<Loop>()) {}
+    ~EndpointImpl() override {
+      Close();
+      Join();
+    }
+    std::vector<std::string> addresses() const override { return {absl::StrCat("fake:", self_.name)}; }
+    int port() const override { return 1; }
+    void OnPipe(absl::AnyInvocable<void(std::shared_ptr<transport::Pipe>)> on_pipe) override {
+      absl::MutexLock lock(&network_->mu_);
+      on_pipe_ = std::move(on_pipe);
+    }
+    void Connect(std::vector<std::string> addresses, base::MemberId expected, transport::Lane lane,
+                 absl::Duration limit,
+                 absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<transport::Pipe>>)> done) override {
+      network_->connects_.fetch_add(1);
+      absl::StatusOr<std::shared_ptr<transport::Pipe>> result = Open(addresses, expected, lane);
+      loop_->Post([done = std::move(done), result = std::move(result)]() mutable {
+        std::move(done)(std::move(result));
+      });
+    }
+    Counters counters() const override { return {}; }
+    void Close() override {
+      std::vector<std::shared_ptr<PipeImpl>> pipes;
+      {
+        absl::MutexLock lock(&network_->mu_);
+        closed_ = true;
+        network_->endpoints_.erase(absl::StrCat("fake:", self_.name));
+        for (const auto& weak : network_->pipes_) {
+          auto pipe = weak.lock();
+          if (pipe != nullptr && pipe->loop_ == loop_) pipes.push_back(pipe);
+        }
+      }
+      for (const auto& pipe : pipes) pipe->Close(absl::CancelledError("the endpoint is closed"));
+    }
+    void Join() override { loop_->Join(); }
+
+   private:
+    friend class FakeNetwork;
+    absl::StatusOr<std::shared_ptr<transport::Pipe>> Open(const std::vector<std::string>& addresses,
+                                                          const base::MemberId& expected,
+                                                          transport::Lane lane) {
+      if (network_->unreachable_.load()) return absl::UnavailableError("network is unreachable");
+      absl::MutexLock lock(&network_->mu_);
+      if (closed_) return absl::CancelledError("the endpoint is closed");
+      std::shared_ptr<EndpointImpl> other;
+      for (const std::string& address : addresses) {
+        auto found = network_->endpoints_.find(address);
+        if (found != network_->endpoints_.end()) other = found->second.lock();
+        if (other != nullptr) break;
+      }
+      if (other == nullptr || other->closed_) return absl::UnavailableError("connect: Connection refused");
+      if ((!expected.name.empty() && expected.name != other->self_.name) ||
+          (expected.incarnation != base::Incarnation() && expected.incarnation != other->self_.incarnation)) {
+        return absl::NotFoundError(absl::StrCat("it is ", other->self_.ToString()));
+      }
+      auto ours = std::make_shared<PipeImpl>(
+          network_, loop_, self_.name,
+          transport::PeerInfo{other->self_, lane, absl::StrCat("fake:", other->self_.name), true});
+      auto theirs = std::make_shared<PipeImpl>(
+          network_, other->loop_, other->self_.name,
+          transport::PeerInfo{self_, lane, absl::StrCat("fake:", self_.name), false});
+      ours->other_ = theirs;
+      theirs->other_ = ours;
+      network_->pipes_.push_back(ours);
+      network_->pipes_.push_back(theirs);
+      other->loop_->Post([other = other.get(), theirs] { other->on_pipe_(theirs); });
+      return std::shared_ptr<transport::Pipe>(ours);
+    }
+
+    const base::MemberId self_;
+    const std::shared_ptr<FakeNetwork> network_;
+    const std::shared_ptr<Loop> loop_;
+    absl::AnyInvocable<void(std::shared_ptr<transport::Pipe>)> on_pipe_;
+    bool closed_ = false;
+  };
+
+  absl::Mutex mu_;
+  std::map<std::string, std::weak_ptr<EndpointImpl>> endpoints_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::weak_ptr<PipeImpl>> pipes_ ABSL_GUARDED_BY(mu_);
+  std::atomic<int> cut_reads_{0};
+  std::atomic<bool> unreachable_{false};
+  std::atomic<uint64_t> connects_{0};
+};
+
+}  // namespace Atoll::rpc
