@@ -1,0 +1,117 @@
+#include "atoll/transport/dialer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "atoll/base/status.h"
+
+namespace Atoll::transport {
+namespace {
+
+/// Of several failures, which tells most: somebody who answers and refuses says more than silence.
+int Weight(absl::StatusCode code) {
+  switch (code) {
+    case absl::StatusCode::kUnauthenticated:
+      return 4;
+    case absl::StatusCode::kFailedPrecondition:
+      return 3;
+    case absl::StatusCode::kNotFound:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+}  // namespace
+
+Dialer::Dialer(std::shared_ptr<TransportContext> context, base::MemberId expected, Lane lane,
+               absl::Time deadline, Open open, Done done)
+    : context_(std::move(context)),
+      loop_(*context_->engine()->loop),
+      expected_(std::move(expected)),
+      lane_(lane),
+      deadline_(deadline),
+      open_(std::move(open)),
+      done_(std::move(done)) {}
+
+void Dialer::Start(std::deque<Target> targets, std::vector<absl::Status> failures) {
+  targets_ = std::move(targets);
+  failures_ = std::move(failures);
+  Next();
+}
+
+void Dialer::Next() {
+  if (!done_) return;
+  const absl::Duration left = deadline_ - loop_.Now();
+  if (targets_.empty() || left <= absl::ZeroDuration()) return GiveUp();
+  // An address that swallows our packets must not use up the time of those behind it.
+  const absl::Duration share = left / static_cast<int64_t>(targets_.size());
+  Target target = std::move(targets_.front());
+  targets_.pop_front();
+  greeter_ = std::make_shared<Greeter>(context_->engine(), &context_->handshake());
+  greeter_->StartClient(target.address, expected_, Purpose{0, static_cast<uint8_t>(lane_)}, share,
+                        [self = shared_from_this(), target](absl::StatusOr<Greeted> greeted) {
+                          if (!greeted.ok()) return self->Failed(target, greeted.status());
+                          self->OnGreeted(target, *std::move(greeted));
+                        });
+}
+
+void Dialer::OnGreeted(const Target& target, Greeted greeted) {
+  auto link =
+      std::make_shared<Link>(PeerInfo{greeted.peer, lane_, target.address.ToString(), /*initiated=*/true});
+  absl::StatusOr<std::shared_ptr<Pipe>> pipe = open_(context_->Offer(std::move(greeted), link), link);
+  if (!pipe.ok()) return Failed(target, pipe.status());
+  pipe_ = *std::move(pipe);
+  const Loop::TimerId timer = loop_.At(deadline_, [link] {
+    link->Settle(absl::DeadlineExceededError("the pipe was not established in time"));
+  });
+  link->OnSettled([self = shared_from_this(), target, timer](absl::Status status) {
+    // Wherever it was settled: from here on the loop.
+    self->loop_.Defer([self, target, timer, status = std::move(status)] {
+      self->loop_.Cancel(timer);
+      std::shared_ptr<Pipe> pipe = std::exchange(self->pipe_, nullptr);
+      if (pipe == nullptr) return;
+      if (!status.ok()) return self->Failed(target, status);
+      self->Finish(std::move(pipe));
+    });
+  });
+}
+
+void Dialer::Failed(const Target& target, const absl::Status& status) {
+  failures_.push_back(base::Annotate(status, target.text));
+  // Not from within the greeter's call, so that many dead addresses do not pile up on the stack.
+  loop_.Defer([self = shared_from_this()] { self->Next(); });
+}
+
+void Dialer::GiveUp() {
+  if (failures_.empty()) failures_.push_back(absl::UnavailableError("no address to try"));
+  auto best = std::max_element(
+      failures_.begin(), failures_.end(),
+      [](const absl::Status& a, const absl::Status& b) { return Weight(a.code()) < Weight(b.code()); });
+  absl::StatusCode code = Weight(best->code()) > 1 ? best->code() : absl::StatusCode::kUnavailable;
+  if (code == absl::StatusCode::kUnavailable && loop_.Now() >= deadline_)
+    code = absl::StatusCode::kDeadlineExceeded;
+  const std::string name = expected_.name.empty() ? "the peer" : expected_.name;
+  const std::string text = absl::StrJoin(failures_, "; ", [](std::string* out, const absl::Status& status) {
+    absl::StrAppend(out, status.message());
+  });
+  Finish(base::WithRan(absl::Status(code, absl::StrCat("cannot connect to ", name, ": ", text)),
+                       base::Ran::kNo));
+}
+
+void Dialer::Abort(absl::Status status) {
+  pipe_.reset();
+  Finish(base::WithRan(std::move(status), base::Ran::kNo));
+  if (greeter_ != nullptr) greeter_->Abort(absl::CancelledError("given up"));
+}
+
+void Dialer::Finish(absl::StatusOr<std::shared_ptr<Pipe>> result) {
+  if (!done_) return;
+  Done done = std::exchange(done_, nullptr);
+  if (on_done_) std::exchange(on_done_, nullptr)();
+  std::move(done)(std::move(result));
+}
+
+}  // namespace Atoll::transport

@@ -1,0 +1,305 @@
+#include "atoll/transport/endpoint.h"
+
+#include <deque>
+#include <exception>
+#include <set>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "atoll/base/executor.h"
+#include "atoll/base/log.h"
+#include "atoll/base/status.h"
+#include "atoll/transport/dialer.h"
+#include "atoll/transport/pipe_impl.h"
+#include "atoll/transport/transport_context.h"
+
+namespace Atoll::transport {
+namespace {
+
+constexpr absl::string_view kUnixPrefix = "unix:";
+
+bool HasUnixPrefix(absl::string_view text) { return absl::StartsWith(text, kUnixPrefix); }
+
+/// What peers must have in common beside the protocol's version. Which channels are viable on a machine is
+/// not part of it (a GPU's owner may be on the CPU alone); the order of those that both have is.
+std::string Fingerprint() {
+  return absl::StrCat("torch ", ATOLL_TORCH_VERSION, ", transport ", kTransportDomain,
+                      ", channels cuda*,cma,mpt", kLanes, ",basic");
+}
+
+absl::Status CheckOptions(const EndpointOptions& options) {
+  if (options.key.bytes.size() < 16 || options.key.bytes.size() > 4096) {
+    return absl::InvalidArgumentError("the job key must have 16 to 4,096 bytes");
+  }
+  if (options.job.empty() || options.job.size() > 256)
+    return absl::InvalidArgumentError("a job's id has 1 to 256 bytes");
+  if (options.self.name.empty() || options.self.name.size() > 256) {
+    return absl::InvalidArgumentError("a member's name has 1 to 256 bytes");
+  }
+  if (options.self.incarnation.value() == 0) return absl::InvalidArgumentError("incarnation 0 is nobody's");
+  if (options.port < 0 || options.port > 65535 || options.port_count < 1) {
+    return absl::InvalidArgumentError("a port is 0 to 65535, and at least one is tried");
+  }
+  if (options.max_unauthenticated < 1)
+    return absl::InvalidArgumentError("max_unauthenticated must be 1 or more");
+  return absl::OkStatus();
+}
+
+class EndpointImpl final : public Endpoint {
+ public:
+  explicit EndpointImpl(EndpointOptions options) : options_(std::move(options)) {}
+  ~EndpointImpl() override {
+    Close();
+    Join();
+  }
+  absl::Status Start();
+
+  std::vector<std::string> addresses() const override { return addresses_; }
+  int port() const override { return bound_.port(); }
+  void OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe) override;
+  void Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane, absl::Duration limit,
+               absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) override;
+  Counters counters() const override;
+  void Close() override;
+  void Join() override;
+
+ private:
+  void MakeCore();
+  void ListAddresses(bool with_unix, const SocketAddress& unix_address);
+  void AcceptNext();
+  void OnAccepted(std::shared_ptr<tensorpipe::Pipe> pipe);
+  void Dial(std::shared_ptr<Dialer> dialer, std::vector<std::string> addresses);
+
+  const EndpointOptions options_;
+  SocketAddress bound_;
+  std::vector<std::string> addresses_;
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<TransportContext> transport_;
+  std::shared_ptr<ChannelTable> channels_;
+  std::shared_ptr<PipeShared> shared_;
+  std::shared_ptr<tensorpipe::Context> core_;
+  std::shared_ptr<tensorpipe::Listener> listener_;
+  std::set<std::shared_ptr<Dialer>> dialers_;  // Loop only.
+
+  mutable absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool on_pipe_set_ ABSL_GUARDED_BY(mu_) = false;
+  std::unique_ptr<base::ThreadPool> resolver_ ABSL_GUARDED_BY(mu_);  // Started by the first host name.
+  absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe_;          // Loop only.
+  std::deque<std::shared_ptr<Pipe>> waiting_;                        // Loop only.
+  bool ready_ = false;                                               // Loop only: on_pipe_ is there.
+};
+
+absl::Status EndpointImpl::Start() {
+  ATOLL_RETURN_IF_ERROR(CheckOptions(options_));
+  ATOLL_ASSIGN_OR_RETURN(bound_, ResolveBind(options_.bind));
+  ATOLL_ASSIGN_OR_RETURN(Fd tcp, ListenTcp(&bound_, options_.port, options_.port_count));
+  const SocketAddress unix_address = UnixAddressOf(options_.job, options_.self);
+  Fd unix_socket;
+  if (options_.enable_unix) {
+    ATOLL_ASSIGN_OR_RETURN(unix_socket, ListenUnix(unix_address));
+  }
+  engine_ = std::make_shared<Engine>();
+  ATOLL_ASSIGN_OR_RETURN(engine_->loop, Loop::Create("atoll-transport"));
+  TransportContext::Options transport;
+  transport.handshake.job = options_.job;
+  transport.handshake.self = options_.self;
+  transport.handshake.key = options_.key.bytes;
+  transport.handshake.fingerprint = Fingerprint();
+  transport.handshake_limit = options_.handshake_limit;
+  transport.max_unauthenticated = options_.max_unauthenticated;
+  transport.limits = {options_.max_header_bytes, options_.max_tensors, options_.max_tensor_bytes};
+  transport_ = std::make_shared<TransportContext>(engine_, transport);
+  shared_ = std::make_shared<PipeShared>();
+  shared_->engine = engine_;
+  shared_->limits = transport.limits;
+  shared_->cuda = LoadCudaPlugin(&shared_->no_cuda);
+  try {
+    MakeCore();
+  } catch (const std::exception& error) {
+    return absl::InternalError(absl::StrCat("TensorPipe does not start: ", error.what()));
+  }
+  ListAddresses(unix_socket.valid(), unix_address);
+  ATOLL_RETURN_IF_ERROR(transport_->Serve(std::move(tcp), bound_));
+  if (unix_socket.valid()) ATOLL_RETURN_IF_ERROR(transport_->Serve(std::move(unix_socket), unix_address));
+  return absl::OkStatus();
+}
+
+void EndpointImpl::MakeCore() {
+  core_ = std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options_.self.ToString()));
+  core_->registerTransport(1, kTransportName, transport_);
+  channels_ = std::make_shared<ChannelTable>();
+  auto basic = tensorpipe::channel::basic::create();
+  if (shared_->cuda != nullptr) {
+    for (auto& [name, channel] : shared_->cuda->MakeChannels(basic)) channels_->Add(name, std::move(channel));
+  }
+  if (options_.enable_cma) channels_->Add("cma", tensorpipe::channel::cma::create());
+  std::vector<std::shared_ptr<tensorpipe::transport::Context>> lane_contexts(kLanes, transport_);
+  std::vector<std::shared_ptr<tensorpipe::transport::Listener>> lane_listeners;
+  for (int i = 1; i <= kLanes; ++i) lane_listeners.push_back(transport_->listen(absl::StrCat("lane/", i)));
+  channels_->Add("mpt", tensorpipe::channel::mpt::create(lane_contexts, lane_listeners));
+  channels_->Add("basic", std::move(basic));
+  channels_->RegisterWith(*core_);
+  transport_->SetChannels(channels_);
+  listener_ = core_->listen({absl::StrCat(kTransportName, "://lane/0")});
+  AcceptNext();
+}
+
+void EndpointImpl::ListAddresses(bool with_unix, const SocketAddress& unix_address) {
+  if (with_unix) addresses_.push_back(unix_address.ToString());
+  const bool wildcard =
+      absl::StartsWith(bound_.ToString(), "0.0.0.0:") || absl::StartsWith(bound_.ToString(), "[::]:");
+  if (!wildcard) {
+    addresses_.push_back(bound_.ToString());
+    return;
+  }
+  std::vector<SocketAddress> local = LocalAddresses(AF_INET);
+  if (bound_.family() == AF_INET6) {
+    std::vector<SocketAddress> v6 = LocalAddresses(AF_INET6);
+    local.insert(local.end(), v6.begin(), v6.end());
+  }
+  for (SocketAddress& address : local) {
+    address.set_port(bound_.port());
+    addresses_.push_back(address.ToString());
+  }
+}
+
+void EndpointImpl::AcceptNext() {
+  listener_->accept([this](const tensorpipe::Error& error, std::shared_ptr<tensorpipe::Pipe> pipe) {
+    if (error) return;  // Closed.
+    OnAccepted(std::move(pipe));
+    AcceptNext();
+  });
+}
+
+void EndpointImpl::OnAccepted(std::shared_ptr<tensorpipe::Pipe> pipe) {
+  std::shared_ptr<Link> link = transport_->TakeLink(pipe->getRemoteName());
+  if (link == nullptr) return;  // We are closing.
+  auto accepted = std::make_shared<PipeImpl>(shared_, std::move(pipe), std::move(link));
+  engine_->loop->Defer([this, accepted = std::move(accepted)]() mutable {
+    if (ready_) return on_pipe_(std::move(accepted));
+    waiting_.push_back(std::move(accepted));
+  });
+}
+
+void EndpointImpl::OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe) {
+  {
+    absl::MutexLock lock(&mu_);
+    ATOLL_CHECK(!on_pipe_set_) << "OnPipe is called once";
+    on_pipe_set_ = true;
+  }
+  engine_->loop->Defer([this, on_pipe = std::move(on_pipe)]() mutable {
+    on_pipe_ = std::move(on_pipe);
+    ready_ = true;
+    while (!waiting_.empty()) {
+      std::shared_ptr<Pipe> pipe = std::move(waiting_.front());
+      waiting_.pop_front();
+      on_pipe_(std::move(pipe));
+    }
+  });
+}
+
+void EndpointImpl::Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane,
+                           absl::Duration limit,
+                           absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) {
+  const absl::Time deadline = engine_->loop->Now() + limit;
+  auto open = [this](const std::string& url,
+                     std::shared_ptr<Link> link) -> absl::StatusOr<std::shared_ptr<Pipe>> {
+    try {
+      return std::make_shared<PipeImpl>(shared_, core_->connect(url), std::move(link));
+    } catch (const std::exception& error) {
+      return absl::InternalError(absl::StrCat("TensorPipe does not connect: ", error.what()));
+    }
+  };
+  auto dialer =
+      std::make_shared<Dialer>(transport_, std::move(expected), lane, deadline, open, std::move(done));
+  // Asking the resolver may take seconds, which neither the loop nor the caller has.
+  bool literal = true;
+  for (const std::string& address : addresses) literal &= !absl::IsNotFound(ParseAddress(address).status());
+  if (literal) return Dial(std::move(dialer), std::move(addresses));
+  absl::MutexLock lock(&mu_);
+  if (closed_) return Dial(std::move(dialer), {});
+  if (resolver_ == nullptr) {
+    resolver_ = std::make_unique<base::ThreadPool>(base::ThreadPool::Options{"atoll-resolve", 1, 1});
+  }
+  resolver_->Schedule([this, dialer = std::move(dialer), addresses = std::move(addresses)]() mutable {
+    Dial(std::move(dialer), std::move(addresses));
+  });
+}
+
+void EndpointImpl::Dial(std::shared_ptr<Dialer> dialer, std::vector<std::string> addresses) {
+  std::deque<Dialer::Target> targets;
+  std::vector<absl::Status> failures;
+  for (const std::string& text : addresses) {
+    if (HasUnixPrefix(text) && !options_.enable_unix) continue;
+    absl::StatusOr<std::vector<SocketAddress>> resolved = ResolveAddress(text);
+    if (!resolved.ok()) {
+      failures.push_back(base::Annotate(resolved.status(), text));
+      continue;
+    }
+    for (const SocketAddress& address : *resolved) targets.push_back({text, address});
+  }
+  engine_->loop->Defer([this, dialer = std::move(dialer), targets = std::move(targets),
+                        failures = std::move(failures)]() mutable {
+    bool closed;
+    {
+      absl::MutexLock lock(&mu_);
+      closed = closed_;
+    }
+    if (closed) return dialer->Abort(absl::CancelledError("the endpoint is closed"));
+    dialers_.insert(dialer);
+    dialer->OnDone([this, dialer = dialer.get()] {
+      std::erase_if(dialers_, [&](const auto& entry) { return entry.get() == dialer; });
+    });
+    dialer->Start(std::move(targets), std::move(failures));
+  });
+}
+
+Endpoint::Counters EndpointImpl::counters() const {
+  const Traffic& traffic = engine_->traffic;
+  return {traffic.accepted.load(), traffic.authenticated.load(), traffic.refused.load(),
+          traffic.bytes_sent.load(), traffic.bytes_received.load()};
+}
+
+void EndpointImpl::Close() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  if (core_ == nullptr) return;
+  engine_->loop->Defer([this] {
+    const std::set<std::shared_ptr<Dialer>> dialers = dialers_;
+    for (const auto& dialer : dialers) dialer->Abort(absl::CancelledError("the endpoint is closed"));
+    std::deque<std::shared_ptr<Pipe>> waiting;
+    waiting.swap(waiting_);
+    waiting.clear();
+    core_->close();
+  });
+}
+
+void EndpointImpl::Join() {
+  if (engine_ == nullptr || engine_->loop == nullptr) return;
+  std::unique_ptr<base::ThreadPool> resolver;
+  {
+    absl::MutexLock lock(&mu_);
+    resolver = std::move(resolver_);
+  }
+  resolver.reset();
+  if (core_ != nullptr) core_->join();
+  transport_->join();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Endpoint>> CreateEndpoint(EndpointOptions options) {
+  auto endpoint = std::make_shared<EndpointImpl>(std::move(options));
+  absl::Status status = endpoint->Start();
+  if (!status.ok()) return status;
+  return endpoint;
+}
+
+}  // namespace Atoll::transport

@@ -1,0 +1,28 @@
+// The loop of an endpoint and what it counts: shared by every object that lives on it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "atoll/transport/loop.h"
+
+namespace Atoll::transport {
+
+/// Counted by everything that touches sockets.
+struct Traffic {
+  std::atomic<uint64_t> accepted{0};
+  std::atomic<uint64_t> authenticated{0};
+  std::atomic<uint64_t> refused{0};
+  std::atomic<uint64_t> bytes_sent{0};
+  std::atomic<uint64_t> bytes_received{0};
+  std::atomic<int> lingering{0};  ///< Closed sockets whose last bytes are still on their way.
+};
+
+/// Held by shared_ptr by the endpoint and by each stream, so that a late callback finds the loop. The
+/// endpoint stops and joins the loop.
+struct Engine {
+  std::unique_ptr<Loop> loop;
+  Traffic traffic;
+};
+
+}  // namespace Atoll::transport

@@ -1,0 +1,66 @@
+// One socket from its first byte to the end of the handshake, on the loop. Hands the socket on when the
+// peer is known, and closes it otherwise.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "atoll/transport/engine.h"
+#include "atoll/transport/handshake_core.h"
+#include "atoll/transport/socket.h"
+
+namespace Atoll::transport {
+
+/// A socket whose peer is known.
+struct Greeted {
+  Fd fd;
+  base::MemberId peer;
+  Purpose purpose;
+  SocketAddress address;
+};
+
+/// All on the loop, which outlives it. Held by its registration until it is done.
+class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greeter> {
+ public:
+  /// Called once, on the loop, possibly before Start returns. DeadlineExceeded after the limit, Unavailable
+  /// if nobody answers or the peer hangs up, else as Handshake::status.
+  using Done = absl::AnyInvocable<void(absl::StatusOr<Greeted>)>;
+
+  /// Both outlive it.
+  Greeter(Engine* engine, const HandshakeConfig* config)
+      : loop_(*engine->loop), config_(*config), traffic_(engine->traffic) {}
+  /// Connects and greets.
+  void StartClient(const SocketAddress& address, base::MemberId expected, Purpose purpose,
+                   absl::Duration limit, Done done);
+  /// Awaits a greeting on an accepted socket.
+  void StartServer(Fd fd, const SocketAddress& address, absl::Duration limit, Done done);
+  /// Ends it with `status`, unless it is done.
+  void Abort(absl::Status status) { Finish(std::move(status)); }
+
+  void OnEventsOnLoop(uint32_t events) override;
+
+ private:
+  void Start(absl::Duration limit);
+  absl::Status Advance(uint32_t events);
+  absl::Status Send();
+  absl::Status Receive();
+  void Finish(absl::Status status);
+
+  Loop& loop_;
+  const HandshakeConfig& config_;
+  Traffic& traffic_;
+  Fd fd_;
+  SocketAddress address_;
+  Loop::HandlerId id_ = 0;
+  std::optional<Loop::TimerId> timer_;
+  std::unique_ptr<Handshake> handshake_;
+  std::string output_;
+  bool connecting_ = false;
+  Done done_;
+};
+
+}  // namespace Atoll::transport

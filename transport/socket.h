@@ -1,0 +1,81 @@
+// Sockets: addresses in and out of text, descriptors that close themselves, and listening. Everything is
+// non-blocking and close-on-exec. No state, any thread.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "atoll/base/ids.h"
+
+namespace Atoll::transport {
+
+/// Owns a descriptor.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+  ~Fd() { reset(); }
+  int get() const { return fd_; }
+  bool valid() const { return fd_ >= 0; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+/// An IPv4, IPv6 or abstract Unix address.
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t size = 0;
+
+  int family() const { return storage.ss_family; }
+  const sockaddr* raw() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  sockaddr* raw() { return reinterpret_cast<sockaddr*>(&storage); }
+  /// 0 for a Unix address.
+  int port() const;
+  void set_port(int port);
+  /// "127.0.0.1:4711", "[::1]:4711" or "unix:@name": what ParseAddress takes.
+  std::string ToString() const;
+};
+
+/// Parses what SocketAddress::ToString writes. NotFound: "host:port" with a host that is no literal and
+/// needs ResolveAddress; InvalidArgument: not an address at all.
+absl::StatusOr<SocketAddress> ParseAddress(absl::string_view text);
+/// As ParseAddress, and asks the system's resolver for a host name, which may take seconds.
+absl::StatusOr<std::vector<SocketAddress>> ResolveAddress(absl::string_view text);
+
+/// The address to bind (port 0) for a literal, an interface's name or a host name. InvalidArgument lists
+/// what this machine has.
+absl::StatusOr<SocketAddress> ResolveBind(absl::string_view text);
+/// This machine's addresses of `family`, loopback last. For telling peers where a wildcard bind is.
+std::vector<SocketAddress> LocalAddresses(int family);
+
+/// The abstract Unix address of a member of a job: readable where the names allow it, hashed where they are
+/// too long or have odd characters.
+SocketAddress UnixAddressOf(absl::string_view job, const base::MemberId& member);
+
+/// A listening socket on the first free port of [port, port + port_count); `address` becomes what is bound.
+/// FailedPrecondition names the ports tried; InvalidArgument: the address is not ours.
+absl::StatusOr<Fd> ListenTcp(SocketAddress* address, int port, int port_count);
+absl::StatusOr<Fd> ListenUnix(const SocketAddress& address);
+
+/// A socket whose connect has begun (it may even be done).
+absl::StatusOr<Fd> StartConnect(const SocketAddress& address);
+/// Sets what connected sockets need (TCP_NODELAY), and checks of a Unix socket that the process at the
+/// other end has our user id (PermissionDenied).
+absl::Status PrepareConnected(int fd, int family);
+
+}  // namespace Atoll::transport
