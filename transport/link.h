@@ -51,6 +51,32 @@ class Link {
     }
     std::move(done)(pairs.status());
   }
+  /// Runs `on_ended` once, when the pipe's first connection has ended, whoever ended it.
+  void OnEnded(absl::AnyInvocable<void(absl::Status)> on_ended) {
+    absl::Status status;
+    {
+      absl::MutexLock lock(&mu_);
+      if (!ended_.has_value()) {
+        on_ended_ = std::move(on_ended);
+        return;
+      }
+      status = *ended_;
+    }
+    std::move(on_ended)(std::move(status));
+  }
+  void End(const absl::Status& status) {
+    Settle(status);
+    absl::AnyInvocable<void(absl::Status)> on_ended;
+    {
+      absl::MutexLock lock(&mu_);
+      if (ended_.has_value()) return;
+      ended_ = status;
+      on_ended = std::move(on_ended_);
+      on_ended_ = nullptr;
+      if (!on_ended) return;
+    }
+    std::move(on_ended)(status);
+  }
   /// Empty until settled, constant from then on.
   DevicePairs pairs() const {
     absl::MutexLock lock(&mu_);
@@ -61,6 +87,8 @@ class Link {
   const PeerInfo peer_;
   mutable absl::Mutex mu_;
   std::optional<absl::Status> settled_ ABSL_GUARDED_BY(mu_);
+  std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
+  absl::AnyInvocable<void(absl::Status)> on_ended_ ABSL_GUARDED_BY(mu_);
   DevicePairs pairs_ ABSL_GUARDED_BY(mu_);
   absl::AnyInvocable<void(absl::Status)> on_settled_ ABSL_GUARDED_BY(mu_);
 };

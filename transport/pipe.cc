@@ -11,6 +11,8 @@
 namespace Atoll::transport {
 namespace {
 
+constexpr absl::Duration kEndGrace = absl::Milliseconds(100);
+
 /// std::function wants copies.
 template <class F>
 std::shared_ptr<F> Share(F f) {
@@ -25,9 +27,32 @@ PipeImpl::PipeImpl(std::shared_ptr<const PipeShared> shared, std::shared_ptr<ten
   state_->shared = std::move(shared);
   state_->pipe = std::move(pipe);
   state_->link = std::move(link);
+  // TensorPipe learns of an end from the operation that it fails, and has none outstanding while a pipe
+  // is still being established: then the pipe would wait for ever.
+  state_->link->OnEnded([weak = std::weak_ptr<State>(state_)](absl::Status status) {
+    auto state = weak.lock();
+    if (state == nullptr) return;
+    Loop& loop = *state->shared->engine->loop;
+    loop.Defer([weak, status, &loop] {
+      // Not at once: a message that has arrived whole may still be on its way through TensorPipe.
+      loop.At(loop.Now() + kEndGrace, [weak, status] {
+        auto state = weak.lock();
+        if (state != nullptr) state->EndIfWaiting(status);
+      });
+    });
+  });
 }
 
 PipeImpl::~PipeImpl() { Close(absl::CancelledError("the pipe was dropped")); }
+
+void PipeImpl::State::EndIfWaiting(const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mu);
+    if (reading == Reading::kAnnounced || reading == Reading::kTensors) return;  // Its tensors may be here.
+  }
+  (void)Latch(status);
+  pipe->close();
+}
 
 absl::Status PipeImpl::State::Latch(absl::Status status) {
   absl::MutexLock lock(&mu);

@@ -58,6 +58,8 @@ class PipeImpl final : public Pipe {
     /// The status to report for TensorPipe's `error`: the first failure of the pipe.
     absl::Status Latch(const tensorpipe::Error& error);
     absl::Status Latch(absl::Status status);
+    /// The first connection has ended: ends the pipe unless tensors are still to be read.
+    void EndIfWaiting(const absl::Status& status);
     absl::StatusOr<tensorpipe::Buffer> Wrap(const Buffer& buffer) const;
     void OnDescriptor(const tensorpipe::Error& error, tensorpipe::Descriptor descriptor,
                       absl::AnyInvocable<void(absl::StatusOr<Descriptor>)> done);

@@ -263,7 +263,7 @@ bool Stream::HungUpAndEmpty() {
   std::shared_ptr<Fd> fd;
   {
     absl::MutexLock lock(&mu_);
-    if (receiving_ || failed_ || ahead_begin_ != ahead_end_) return false;
+    if (receiving_ || failed_ || !stash_.empty() || ahead_begin_ != ahead_end_) return false;
     fd = fd_;
   }
   char byte;
@@ -380,19 +380,31 @@ void Stream::DeliverFrame() {
 
 void Stream::Close(absl::Status status) { Fail(std::move(status), /*local=*/true); }
 
+void Stream::OnEnd(absl::AnyInvocable<void(const absl::Status&)> on_end) {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!failed_) {
+      on_end_.push_back(std::move(on_end));
+      return;
+    }
+    status = FromError(error_);
+  }
+  std::move(on_end)(status);
+}
+
 void Stream::Fail(absl::Status status, bool local) {
-  absl::AnyInvocable<void(const absl::Status&)> on_end;
+  std::vector<absl::AnyInvocable<void(const absl::Status&)>> on_end;
   {
     absl::MutexLock lock(&mu_);
     if (failed_) return;
     failed_ = true;
     closed_by_us_ = local;
     error_ = ToError(status);
-    on_end = std::move(on_end_);
-    on_end_ = nullptr;
+    on_end.swap(on_end_);
   }
   loop_.Defer([self = shared_from_this()] { self->FinishOnLoop(); });
-  if (on_end) std::move(on_end)(status);
+  for (auto& told : on_end) std::move(told)(status);
 }
 
 void Stream::FinishOnLoop() {

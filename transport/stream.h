@@ -54,8 +54,8 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   /// Ends it: what is outstanding fails with `status` (on the loop). If all was written, what is on its way
   /// still arrives. The first failure sticks.
   void Close(absl::Status status);
-  /// Told once, when it ends, with the reason; on the loop or in the failing thread. Set before attaching.
-  void OnEnd(absl::AnyInvocable<void(const absl::Status&)> on_end) { on_end_ = std::move(on_end); }
+  /// Told once, when it ends, with the reason; on the loop, in the failing thread, or now if it has ended.
+  void OnEnd(absl::AnyInvocable<void(const absl::Status&)> on_end);
 
   void OnEventsOnLoop(uint32_t events) override;
 
@@ -94,9 +94,9 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   const std::shared_ptr<Engine> engine_;
   Loop& loop_;
   Traffic& traffic_;
-  absl::AnyInvocable<void(const absl::Status&)> on_end_;
 
   absl::Mutex mu_;
+  std::vector<absl::AnyInvocable<void(const absl::Status&)>> on_end_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Fd> fd_ ABSL_GUARDED_BY(mu_);
   Loop::HandlerId id_ ABSL_GUARDED_BY(mu_) = 0;
   bool attached_ ABSL_GUARDED_BY(mu_) = false;

@@ -265,6 +265,7 @@ absl::Status TransportContext::OnBrochure(const std::shared_ptr<Arrival>& arriva
   auto link = std::make_shared<Link>(PeerInfo{arrival->peer, static_cast<Lane>(arrival->purpose.lane),
                                               arrival->address.ToString(), /*initiated=*/false});
   link->Settle(*std::move(pairs));
+  arrival->stream->OnEnd([link](const absl::Status& status) { link->End(status); });
   // TensorPipe hands on the name in the first frame as its pipe's remote name: ours, not the peer's, so
   // that the pipe finds its link and nobody can claim another's.
   std::string name;
@@ -312,7 +313,7 @@ std::shared_ptr<Stream> TransportContext::NewStream(std::shared_ptr<Link> link) 
     streams_[stream.get()] = stream;
   }
   stream->OnEnd([weak = weak_from_this(), key = stream.get(), link](const absl::Status& status) {
-    if (link != nullptr) link->Settle(status);
+    if (link != nullptr) link->End(status);
     if (auto self = weak.lock()) {
       absl::MutexLock lock(&self->mu_);
       self->streams_.erase(key);
