@@ -116,7 +116,11 @@ absl::Status EndpointImpl::Start() {
   shared_ = std::make_shared<PipeShared>();
   shared_->engine = engine_;
   shared_->limits = transport.limits;
-  shared_->cuda = LoadCudaPlugin(&shared_->no_cuda);
+  if (options_.enable_cuda) {
+    shared_->cuda = LoadCudaPlugin(&shared_->no_cuda, options_.cuda_library);
+  } else {
+    shared_->no_cuda = "this endpoint was told to do without (enable_cuda)";
+  }
   try {
     MakeCore();
   } catch (const std::exception& error) {

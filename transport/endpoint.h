@@ -32,6 +32,10 @@ struct EndpointOptions {
   int port_count = 1;
   bool enable_unix = true;  ///< Abstract Unix sockets beside TCP, used between processes of one host.
   bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
+  bool enable_cuda = true;  ///< Buffers on GPUs, where there is a driver: brings LibTorch's CUDA half in.
+  /// Path of libatoll_cuda.so, of which a process has one: the first endpoint's. Empty: beside the executable, in
+  /// ../lib from there, or where the system looks.
+  std::string cuda_library;
 
   absl::Duration handshake_limit = absl::Seconds(10);  ///< A stranger is cut off after this.
   int max_unauthenticated = 256;                       ///< Beyond it the oldest stranger is dropped.

@@ -85,6 +85,22 @@ TEST_F(SeamTest, ATargetThatThePeerDoesNotHaveIsRefusedByName) {
   ExpectUsable();
 }
 
+TEST(EnableCudaTest, AnEndpointThatDoesWithoutSaysSo) {
+  EndpointOptions options = Options("server");
+  options.enable_cuda = false;
+  Member server(options), client(Options("client"));
+  auto near = client.Connect(server);
+  ASSERT_TRUE(near.ok()) << near.status();
+  auto far = server.Accepted();
+  ASSERT_NE(far, nullptr);
+  char byte = 0;
+  Message message;
+  message.tensors.push_back({&byte, 1, {Device::Kind::kCuda, 0}, nullptr});
+  absl::Status status = Write(*far, std::move(message));
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("enable_cuda"));
+}
+
 #ifdef ATOLL_CUDA_LIBRARY
 
 // In a child: it loads the CUDA half of LibTorch, which the tests above must not find in theirs.
