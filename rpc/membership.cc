@@ -1,0 +1,144 @@
+#include "atoll/rpc/membership.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "atoll/base/status.h"
+#include "atoll/rpc/membership_client.h"
+
+namespace Atoll::rpc {
+namespace {
+
+constexpr absl::Duration kFirstRetry = absl::Milliseconds(20);
+constexpr absl::Duration kLastRetry = absl::Milliseconds(500);
+constexpr absl::Duration kLongestMeeting = absl::Seconds(5);
+constexpr absl::Duration kLeaveOnDestruction = absl::Seconds(1);
+
+class MembershipImpl : public Membership {
+ public:
+  explicit MembershipImpl(std::shared_ptr<MembershipClient> client) : client_(std::move(client)) {}
+  ~MembershipImpl() override {
+    // The coordinator does not wait for the others here: that is what Leave is for.
+    client_->Leave(client_->is_coordinator() ? absl::ZeroDuration() : kLeaveOnDestruction).IgnoreError();
+    client_->Stop();
+  }
+  const MemberInfo& self() const override { return client_->self(); }
+  absl::Status status() const override { return client_->status(); }
+  std::vector<MemberInfo> Members() const override { return client_->Members(); }
+  absl::Status WaitForAll(absl::Duration limit) override { return client_->WaitForAll(limit); }
+  void OnEvent(std::function<void(const MembershipEvent&)> observer) override {
+    client_->OnEvent(std::move(observer));
+  }
+  void OnError(std::function<void(absl::Status)> observer) override { client_->OnError(std::move(observer)); }
+  absl::StatusOr<std::vector<std::string>> AllGather(absl::string_view name, std::string value,
+                                                     absl::Duration limit,
+                                                     std::vector<std::string> participants) override {
+    return client_->AllGather(name, std::move(value), limit, std::move(participants));
+  }
+  absl::Status Leave(absl::Duration limit) override { return client_->Leave(limit); }
+
+ private:
+  const std::shared_ptr<MembershipClient> client_;
+};
+
+absl::Status CheckOptions(const MembershipOptions& options) {
+  if (options.world_size < 1 || options.rank.value() < 0 || options.rank.value() >= options.world_size) {
+    return absl::InvalidArgumentError(absl::StrCat("rank ", options.rank.value(), " in a world of ",
+                                                   options.world_size, ": it should be from 0 to ",
+                                                   options.world_size - 1));
+  }
+  if (options.lease < absl::Milliseconds(1) || options.lease > absl::Hours(24)) {
+    return absl::InvalidArgumentError("a lease should be from 1 ms to 24 hours");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Membership>> StartClient(std::shared_ptr<MembershipClient> client,
+                                                        JoinReply reply) {
+  ATOLL_RETURN_IF_ERROR(client->Start(std::move(reply)));
+  return std::unique_ptr<Membership>(std::make_unique<MembershipImpl>(std::move(client)));
+}
+
+/// One attempt to find the coordinator and to be let in.
+struct Attempt {
+  base::MemberId coordinator;
+  JoinReply reply;
+};
+absl::StatusOr<Attempt> TryToJoin(Agent* agent, const std::vector<std::string>& coordinator,
+                                  const MembershipOptions& options, absl::Duration limit) {
+  Attempt attempt;
+  absl::Duration meeting = std::min(limit, kLongestMeeting);
+  ATOLL_ASSIGN_OR_RETURN(attempt.coordinator,
+                         agent->Meet(coordinator, meeting).Wait(meeting + absl::Seconds(1)));
+  Payload request;
+  request.body = Encode(JoinRequest{options.world_size, options.rank, options.role, agent->addresses()});
+  CallOptions call;
+  call.timeout = limit;
+  ATOLL_ASSIGN_OR_RETURN(
+      Received received,
+      agent->Call(attempt.coordinator.name, {kJoinMethod}, std::move(request), std::move(call))
+          .Wait(limit + absl::Seconds(1)));
+  ATOLL_ASSIGN_OR_RETURN(attempt.reply, DecodeJoinReply(received.body));
+  return attempt;
+}
+
+/// Nobody was there, it died meanwhile, or it is there but does not serve yet.
+bool MayComeLater(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ||
+         (absl::IsNotFound(status) && base::GetRan(status) != base::Ran::kYes);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Membership>> Membership::Serve(Agent* agent, MembershipOptions options) {
+  ATOLL_RETURN_IF_ERROR(CheckOptions(options));
+  ATOLL_RETURN_IF_ERROR(MembershipClient::ServePing(agent));
+  cluster::MembershipCore::Options core;
+  core.world_size = options.world_size;
+  core.lease = options.lease;
+  MemberInfo self{agent->self(), options.rank, options.role, agent->addresses()};
+  ATOLL_ASSIGN_OR_RETURN(std::shared_ptr<MembershipService> service,
+                         MembershipService::Start(agent, core, self));
+  JoinReply reply;
+  reply.lease = options.lease;
+  reply.event = 1;  // Ourselves; who was faster than this line comes as an event.
+  reply.members = {self};
+  return StartClient(std::make_shared<MembershipClient>(agent, options, agent->self(), std::move(service)),
+                     std::move(reply));
+}
+
+absl::StatusOr<std::unique_ptr<Membership>> Membership::Join(Agent* agent,
+                                                             std::vector<std::string> coordinator,
+                                                             MembershipOptions options) {
+  ATOLL_RETURN_IF_ERROR(CheckOptions(options));
+  ATOLL_RETURN_IF_ERROR(MembershipClient::ServePing(agent));
+  const absl::Time deadline = agent->clock()->Now() + options.join_limit;
+  absl::Duration retry = kFirstRetry;
+  while (true) {
+    absl::Duration left = std::max(deadline - agent->clock()->Now(), absl::Milliseconds(1));
+    absl::StatusOr<Attempt> attempt = TryToJoin(agent, coordinator, options, left);
+    if (attempt.ok()) {
+      return StartClient(std::make_shared<MembershipClient>(agent, options, attempt->coordinator, nullptr),
+                         std::move(attempt->reply));
+    }
+    absl::Status status = base::Annotate(attempt.status(), "join the job");
+    left = deadline - agent->clock()->Now();
+    if (!MayComeLater(status)) return status;
+    if (left <= retry) {
+      return base::Annotate(status, absl::StrCat("no coordinator let us in within ",
+                                                 absl::FormatDuration(options.join_limit), "; at last"));
+    }
+    base::ThreadPool::BlockingScope blocking;
+    absl::Notification().WaitForNotificationWithTimeout(retry);
+    retry = std::min(2 * retry, kLastRetry);
+  }
+}
+
+absl::Status Membership::Barrier(absl::string_view name, absl::Duration limit) {
+  return AllGather(name, "", limit).status();
+}
+
+}  // namespace Atoll::rpc

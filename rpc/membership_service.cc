@@ -1,0 +1,222 @@
+#include "atoll/rpc/membership_service.h"
+
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "atoll/base/status.h"
+#include "atoll/rpc/membership_messages.h"
+
+namespace Atoll::rpc {
+namespace {
+
+constexpr absl::Duration kProbeLimit = absl::Seconds(2);
+
+}  // namespace
+
+MembershipService::MembershipService(Agent* agent, Core::Options options, cluster::Member self)
+    : agent_(agent), options_(options), core_(options, std::move(self), agent->clock()->Now()) {}
+
+absl::StatusOr<std::shared_ptr<MembershipService>> MembershipService::Start(Agent* agent,
+                                                                            Core::Options options,
+                                                                            cluster::Member self) {
+  std::shared_ptr<MembershipService> service(new MembershipService(agent, options, std::move(self)));
+  ATOLL_RETURN_IF_ERROR(service->Register());
+  service->Arm();
+  return service;
+}
+
+absl::Status MembershipService::Register() {
+  using Self = MembershipService;
+  auto bind = [this](void (Self::*method)(ServerCall)) {
+    return [self = shared_from_this(), method](ServerCall call) { (self.get()->*method)(std::move(call)); };
+  };
+  // Joining comes last: who finds it finds all.
+  ATOLL_RETURN_IF_ERROR(Serve(kHeartbeatMethod, bind(&Self::OnHeartbeat)));
+  ATOLL_RETURN_IF_ERROR(Serve(kEventMethod, bind(&Self::OnPoll)));
+  ATOLL_RETURN_IF_ERROR(Serve(kReportMethod, bind(&Self::OnReport)));
+  ATOLL_RETURN_IF_ERROR(Serve(kGatherMethod, bind(&Self::OnGather)));
+  ATOLL_RETURN_IF_ERROR(Serve(kLeaveMethod, bind(&Self::OnLeave)));
+  return Serve(kJoinMethod, bind(&Self::OnJoin));
+}
+
+absl::Status MembershipService::Serve(const char* method, std::function<void(ServerCall)> handler) {
+  MethodOptions options;
+  options.executor = &inline_;  // Lives as long as the handler, which holds us.
+  return agent_->Register({method}, std::move(handler), options);
+}
+
+void MembershipService::OnJoin(ServerCall call) {
+  absl::StatusOr<JoinRequest> request = DecodeJoinRequest(call.request.body);
+  if (request.ok() && request->world_size != options_.world_size) {
+    request =
+        absl::InvalidArgumentError(absl::StrCat(call.caller.ToString(), " comes with a world size of ",
+                                                request->world_size, ", the job's is ", options_.world_size));
+  }
+  if (!request.ok()) return std::move(call.responder).Reply(request.status());
+  cluster::Member member{call.caller, request->rank, request->role, request->addresses};
+  Put(std::move(call.responder), [&](Core& core, Core::Token token, absl::Time now) {
+    return core.Join(std::move(member), token, now);
+  });
+}
+
+void MembershipService::OnHeartbeat(ServerCall call) {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mu_);
+    status = closed_.ok() ? core_.Heartbeat(call.caller, agent_->clock()->Now()) : closed_;
+  }
+  if (!status.ok()) return std::move(call.responder).Reply(std::move(status));
+  std::move(call.responder).Reply(Payload());
+}
+
+void MembershipService::OnPoll(ServerCall call) {
+  absl::StatusOr<uint64_t> seen = DecodeSeen(call.request.body);
+  if (!seen.ok()) return std::move(call.responder).Reply(seen.status());
+  Put(std::move(call.responder), [&](Core& core, Core::Token token, absl::Time now) {
+    return core.Poll(call.caller, *seen, token, now);
+  });
+}
+
+void MembershipService::OnReport(ServerCall call) {
+  absl::StatusOr<DeathReport> report = DecodeReport(call.request.body);
+  if (!report.ok()) return std::move(call.responder).Reply(report.status());
+  Tell([&](Core& core, Core::Token, absl::Time now) {
+    return core.ReportDead(call.caller, report->suspect, report->evidence, report->what, now);
+  });
+  std::move(call.responder).Reply(Payload());
+}
+
+void MembershipService::OnGather(ServerCall call) {
+  absl::StatusOr<GatherRequest> request = DecodeGatherRequest(call.request.body);
+  if (!request.ok()) return std::move(call.responder).Reply(request.status());
+  Put(std::move(call.responder), [&](Core& core, Core::Token token, absl::Time now) {
+    return core.Gather(call.caller, std::move(request->name), std::move(request->participants),
+                       std::move(request->value), request->limit, token, now);
+  });
+}
+
+void MembershipService::OnLeave(ServerCall call) {
+  Tell([&](Core& core, Core::Token, absl::Time now) { return core.Leave(call.caller, now); });
+  std::move(call.responder).Reply(Payload());
+}
+
+void MembershipService::ReportDead(const base::MemberId& id, const std::string& what) {
+  Tell([&](Core& core, Core::Token, absl::Time now) {
+    return core.ReportDead(agent_->self(), id, Core::Evidence::kSeen, what, now);
+  });
+}
+
+void MembershipService::Put(Responder responder, const Ask& ask) {
+  Core::Actions actions;
+  absl::Status closed;
+  {
+    absl::MutexLock lock(&mu_);
+    closed = closed_;
+    if (closed.ok()) {
+      Core::Token token = next_token_++;
+      waiting_.emplace(token, std::move(responder));
+      actions = ask(core_, token, agent_->clock()->Now());
+    }
+  }
+  if (!closed.ok()) return std::move(responder).Reply(closed);
+  Run(std::move(actions));
+}
+
+void MembershipService::Tell(const Ask& ask) {
+  Core::Actions actions;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!closed_.ok()) return;
+    actions = ask(core_, 0, agent_->clock()->Now());
+  }
+  Run(std::move(actions));
+}
+
+void MembershipService::Run(Core::Actions actions) {
+  for (Core::Action& action : actions) {
+    std::visit([this](auto& one) { Do(std::move(one)); }, action);
+  }
+  Arm();
+}
+
+void MembershipService::Do(Core::JoinAnswer answer) {
+  if (!answer.status.ok()) return Answer(answer.token, answer.status);
+  Payload payload;
+  payload.body = Encode(JoinReply{options_.lease, answer.event, std::move(answer.members)});
+  Answer(answer.token, std::move(payload));
+}
+
+void MembershipService::Do(Core::PollAnswer answer) {
+  if (!answer.status.ok()) return Answer(answer.token, answer.status);
+  Payload payload;
+  payload.body = Encode(answer.events);
+  Answer(answer.token, std::move(payload));
+}
+
+void MembershipService::Do(const Core::GatherAnswer& answer) {
+  if (!answer.status.ok()) return Answer(answer.token, answer.status);
+  Answer(answer.token, EncodeValues(*answer.values));
+}
+
+void MembershipService::Do(const Core::Probe& probe) {
+  CallOptions options;
+  options.timeout = std::min(kProbeLimit, options_.lease / 2);
+  options.reply_inline = true;
+  auto on_reply = [self = shared_from_this(), suspect = probe.suspect](absl::StatusOr<Received> reply) {
+    Core::ProbeResult result = reply.ok() ? Core::ProbeResult::kAlive : Core::ProbeResult::kNoAnswer;
+    if (absl::IsUnavailable(reply.status())) result = Core::ProbeResult::kDead;
+    self->Tell([&](Core& core, Core::Token, absl::Time now) {
+      return core.Probed(suspect, result, std::string(reply.status().message()), now);
+    });
+  };
+  agent_->Call(probe.suspect.name, {kPingMethod}, Payload(), std::move(options), std::move(on_reply));
+}
+
+void MembershipService::Answer(Core::Token token, absl::StatusOr<Payload> reply) {
+  Responder responder;
+  {
+    absl::MutexLock lock(&mu_);
+    auto found = waiting_.find(token);
+    if (found == waiting_.end()) return;  // Closed meanwhile.
+    responder = std::move(found->second);
+    waiting_.erase(found);
+  }
+  std::move(responder).Reply(std::move(reply));
+}
+
+void MembershipService::Arm() {
+  absl::MutexLock lock(&mu_);
+  absl::Time when = core_.NextTick();
+  if (!closed_.ok() || when >= armed_) return;
+  if (timer_ != 0) agent_->timer()->Cancel(timer_);
+  armed_ = when;
+  timer_ = agent_->timer()->At(when, [weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->OnTimer();
+  });
+}
+
+void MembershipService::OnTimer() {
+  Core::Actions actions;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!closed_.ok()) return;
+    armed_ = absl::InfiniteFuture();
+    timer_ = 0;
+    actions = core_.Tick(agent_->clock()->Now());
+  }
+  Run(std::move(actions));
+}
+
+void MembershipService::Close(absl::Status reason) {
+  std::map<Core::Token, Responder> waiting;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!closed_.ok()) return;
+    closed_ = reason;
+    waiting.swap(waiting_);
+  }
+  for (auto& [token, responder] : waiting) std::move(responder).Reply(reason);
+}
+
+}  // namespace Atoll::rpc
