@@ -45,6 +45,7 @@ def record(out, workers, weight_decay, beta1, late):
         write(optimizer.state[param]["exp_avg_sq"])
 
 
+torch.set_num_threads(1)  # OpenMP barriers crawl on a busy machine; the values do not depend on it.
 torch.manual_seed(1234)
 for number, config in enumerate(sys.argv[2:]):
     count, decay, beta1, late = config.split(",")
