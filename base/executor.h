@@ -73,7 +73,7 @@ class ThreadPool : public Executor {
   void StartThreadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Sees to it that queued work is taken, if fewer tasks run than may.
   void WakeLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  int LiveLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return static_cast<int>(threads_.size()); }
+  int LiveLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return static_cast<int>(threads_.size()); }
 
   const Options options_;
   absl::Mutex mu_;

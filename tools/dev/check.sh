@@ -15,6 +15,7 @@ done
 tools/dev/setup.sh --quiet --check
 take_sanitizers
 configure
+logged configure-release ninja -C "$BUILD" build.ninja || exit 1  # The list of sources is today's.
 
 # Files of the tree, committed or not, but not ignored ones.
 sources() { git ls-files --cached --others --exclude-standard -- "$@" | while read -r f; do [ -e "$f" ] && echo "$f"; done; }
