@@ -34,22 +34,25 @@ bool DevicePairs::HasLocal(Device local) const {
 
 void ChannelTable::Add(std::string name, std::shared_ptr<tensorpipe::channel::Context> context) {
   if (context == nullptr || !context->isViable()) return;
-  entries_.push_back({std::move(name), std::move(context)});
+  entries_.push_back({std::move(name), context});
+  unregistered_.push_back(std::move(context));
 }
 
-void ChannelTable::RegisterWith(tensorpipe::Context& core) const {
+void ChannelTable::RegisterWith(tensorpipe::Context& core) {
   int64_t priority = static_cast<int64_t>(entries_.size());
-  for (const Entry& entry : entries_) core.registerChannel(priority--, entry.name, entry.context);
+  for (const Entry& entry : entries_) core.registerChannel(priority--, entry.name, entry.context.lock());
+  unregistered_.clear();
 }
 
 ChannelTable::Selection ChannelTable::Select(const Remote& remote) const {
   Selection selection;
   for (const Entry& entry : entries_) {
     auto theirs = remote.find(entry.name);
-    if (theirs == remote.end()) continue;
-    for (const auto& [local_device, local_text] : entry.context->deviceDescriptors()) {
+    const std::shared_ptr<tensorpipe::channel::Context> context = entry.context.lock();
+    if (theirs == remote.end() || context == nullptr) continue;
+    for (const auto& [local_device, local_text] : context->deviceDescriptors()) {
       for (const auto& [remote_device, remote_text] : theirs->second) {
-        if (!entry.context->canCommunicateWithRemote(local_text, remote_text)) continue;
+        if (!context->canCommunicateWithRemote(local_text, remote_text)) continue;
         selection.emplace(std::make_pair(local_device, remote_device), entry.name);  // The first stays.
       }
     }
@@ -59,7 +62,8 @@ ChannelTable::Selection ChannelTable::Select(const Remote& remote) const {
 
 size_t ChannelTable::ConnectionsFor(const std::string& name) const {
   for (const Entry& entry : entries_) {
-    if (entry.name == name) return entry.context->numConnectionsNeeded();
+    const std::shared_ptr<tensorpipe::channel::Context> context = entry.context.lock();
+    if (entry.name == name && context != nullptr) return context->numConnectionsNeeded();
   }
   return 0;
 }

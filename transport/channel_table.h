@@ -36,8 +36,9 @@ class ChannelTable {
 
   /// Added in falling order of priority; not viable ones are left out.
   void Add(std::string name, std::shared_ptr<tensorpipe::channel::Context> context);
-  /// Registers all with `core`.
-  void RegisterWith(tensorpipe::Context& core) const;
+  /// Registers all with `core`, which owns them from then on: the table only refers to them, since the
+  /// channel mpt holds the transport, which holds the table.
+  void RegisterWith(tensorpipe::Context& core);
   /// The choice that TensorPipe's core makes for a peer with `remote`: it must be made the same way.
   Selection Select(const Remote& remote) const;
   /// Number of connections that a pipe opens for channel `name`; 0 if there is none.
@@ -47,9 +48,10 @@ class ChannelTable {
  private:
   struct Entry {
     std::string name;
-    std::shared_ptr<tensorpipe::channel::Context> context;
+    std::weak_ptr<tensorpipe::channel::Context> context;
   };
   std::vector<Entry> entries_;
+  std::vector<std::shared_ptr<tensorpipe::channel::Context>> unregistered_;
 };
 
 /// InvalidArgument if a device of the peer's is none that we know.

@@ -33,7 +33,8 @@ struct EndpointOptions {
   bool enable_unix = true;  ///< Abstract Unix sockets beside TCP, used between processes of one host.
   bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
   bool enable_cuda = true;  ///< Buffers on GPUs, where there is a driver: brings LibTorch's CUDA half in.
-  /// Path of libatoll_cuda.so, of which a process has one: the first endpoint's. Empty: beside the executable, in
+  /// Path of libatoll_cuda.so, of which a process has one: the first endpoint's. Empty: beside the
+  /// executable, in
   /// ../lib from there, or where the system looks.
   std::string cuda_library;
 

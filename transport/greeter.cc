@@ -105,7 +105,7 @@ void Greeter::Finish(absl::Status status) {
   auto self = shared_from_this();  // The registration may hold the last reference.
   if (id_ != 0) loop_.Unregister(fd_.get(), id_);
   if (!status.ok()) {
-    fd_.reset();
+    const Fd closed_last = std::move(fd_);  // Who sees the end finds it counted.
     std::move(done)(std::move(status));
     return;
   }
