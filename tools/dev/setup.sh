@@ -3,6 +3,7 @@
 # ./dev check needs besides. Looks first, and installs only what is missing.
 . tools/dev/common.sh
 
+OS_RELEASE=${ATOLL_OS_RELEASE:-/etc/os-release}  # Tests name another.
 quiet=false
 packages=(g++ cmake ninja-build ccache mold python3 libabsl-dev libgtest-dev libgmock-dev
   libtensorpipe-dev libnop-dev libssl-dev zlib1g-dev dataset-fashion-mnist)
@@ -37,8 +38,8 @@ install_packages() {
     esac
   done
   [ ${#missing[@]} -gt 0 ] || return 0
-  [ "$(. /etc/os-release 2>/dev/null && echo "${ID-} ${VERSION_ID-}")" = "debian 12" ] ||
-    die "this is $(. /etc/os-release 2>/dev/null && echo "${PRETTY_NAME-}" || uname -sr), not Debian 12, whose packages Atoll is built with." \
+  [ "$(. "$OS_RELEASE" 2>/dev/null && echo "${ID-} ${VERSION_ID-}")" = "debian 12" ] ||
+    die "this is $(. "$OS_RELEASE" 2>/dev/null && echo "${PRETTY_NAME-}" || uname -sr), not Debian 12, whose packages Atoll is built with." \
       "Missing here, by their names there: ${missing[*]}" \
       "Either use a Debian 12 machine or container, or install their equivalents (Abseil 20220623 or later," \
       "TensorPipe's and libnop's headers of 2022, OpenSSL 3) and run again with ATOLL_SKIP_PACKAGES=1."
@@ -77,7 +78,6 @@ install_torch() {
 
 [ "$(uname -sm)" = "Linux x86_64" ] || die "Atoll runs on Linux on x86_64; this is $(uname -sm)."
 if [ -z "${ATOLL_SKIP_PACKAGES-}" ]; then
-  command -v dpkg-query >/dev/null || packages=("${packages[@]}")  # Then all of them are missing.
   install_packages
 fi
 command -v g++ >/dev/null || die "no compiler: g++ 11 or later is needed (Debian: apt-get install g++)."
