@@ -55,6 +55,9 @@ endforeach()
 # The Python beside torch, for tests that compare with it.
 find_program(ATOLL_PYTHON NAMES python3 HINTS ${ATOLL_SITE_PACKAGES}/../../../bin)
 
+if(TARGET Torch::cpu)
+  return()  # find_package(Atoll) in several folders of a project.
+endif()
 add_library(Torch::c10 SHARED IMPORTED GLOBAL)
 set_target_properties(Torch::c10 PROPERTIES IMPORTED_LOCATION ${ATOLL_TORCH_DIR}/lib/libc10.so)
 add_library(Torch::cpu SHARED IMPORTED GLOBAL)
