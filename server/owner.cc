@@ -9,6 +9,7 @@
 #include "atoll/base/clock.h"
 #include "atoll/base/status.h"
 #include "atoll/server/shards.h"
+#include "atoll/shard_optim/shard_object.h"
 
 namespace Atoll::server {
 
@@ -50,7 +51,9 @@ absl::StatusOr<std::unique_ptr<Owner>> Owner::Start(const cluster::Launch& launc
   if (launch.role != cluster::Role::kOwner) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", launch.rank, " is a worker's, not an owner's"));
   }
-  options.node.before_join = [](rref::ObjectSpace& objects, rpc::Agent&) { return RegisterShards(objects); };
+  options.node.before_join = [](rref::ObjectSpace& objects, rpc::Agent& agent) {
+    return shard_optim::RegisterShardClass(objects, agent);
+  };
   auto watch = std::make_shared<Watch>(options);
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<rref::Node> node, rref::Node::Start(launch, options.node));
   {

@@ -1,18 +1,15 @@
-// What this owner's process serves of `shard_optim`.
+// What this owner's process serves of `shard_optim`, for people.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "atoll/rref/rref.h"
 
 namespace Atoll::server {
 
-/// Registers the class of shards. AlreadyExists if it is.
-absl::Status RegisterShards(rref::ObjectSpace& objects);
-
-/// One line a shard: "shard of 'model': 103461 parameters, 827688 bytes of state, 1876 steps".
+/// One line a shard: "shard:model: 103461 parameters, 827688 bytes of optimizer state, 1876 steps". Waits for
+/// the shards' own queues, at most 5 s each.
 std::vector<std::string> DescribeShards(rref::ObjectSpace& objects);
 
 }  // namespace Atoll::server

@@ -1,0 +1,234 @@
+"""Starts the real programs on loopback, watches what they say, and leaves nothing behind.
+
+Nothing here sleeps: a test waits for a line, or for an end, each with a hang limit that is far beyond what it
+should take on a busy machine.
+"""
+import ctypes
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import unittest
+
+BIN = os.environ.get("ATOLL_BIN", "build/release/bin")
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HANG_LIMIT_S = float(os.environ.get("ATOLL_TEST_HANG_LIMIT", "240"))
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent():
+    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test leaves nothing behind either.
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Process:
+    """A program that runs, and the lines that it has said."""
+
+    def __init__(self, name, command, env=None, cwd=None):
+        self.name = name
+        self.command = command
+        self._changed = threading.Condition()
+        self._lines = {"out": [], "err": []}
+        self._open = 2
+        # No launcher of the machine that runs the tests may show through.
+        clean = {key: value for key, value in os.environ.items()
+                 if not re.match(r"(ATOLL_|SLURM_|OMPI_|TORCHELASTIC_)|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_)", key)}
+        clean.update(env or {})
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, errors="replace", env=clean, cwd=cwd,
+                                        preexec_fn=_die_with_parent)
+        for key, stream in (("out", self.process.stdout), ("err", self.process.stderr)):
+            threading.Thread(target=self._read, args=(key, stream), daemon=True).start()
+
+    def _read(self, key, stream):
+        for line in stream:
+            with self._changed:
+                self._lines[key].append(line.rstrip("\n"))
+                self._changed.notify_all()
+        stream.close()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+    def wait_line(self, pattern, after=0):
+        """The first line (of either stream) that matches; fails if the process ends without it."""
+        found = []
+
+        def look():
+            for key in ("out", "err"):
+                for line in self._lines[key]:
+                    if re.search(pattern, line):
+                        found.append(line)
+                        return True
+            return self._open == 0
+
+        with self._changed:
+            in_time = self._changed.wait_for(look, timeout=HANG_LIMIT_S)
+        if not found:
+            raise AssertionError(f"{self.name} {'ended' if in_time else 'hangs'} without a line like '{pattern}'\n"
+                                 + self.transcript())
+        return found[0]
+
+    def wait(self):
+        """The exit code (negative: the signal that killed it)."""
+        try:
+            code = self.process.wait(timeout=HANG_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} hangs\n" + self.transcript()) from None
+        with self._changed:
+            self._changed.wait_for(lambda: self._open == 0, timeout=HANG_LIMIT_S)
+        return code
+
+    def signal(self, number):
+        if self.process.poll() is not None:
+            raise AssertionError(f"{self.name} ended too early for the test\n" + self.transcript())
+        self.process.send_signal(number)
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def out(self):
+        with self._changed:
+            return "\n".join(self._lines["out"])
+
+    @property
+    def err(self):
+        with self._changed:
+            return "\n".join(self._lines["err"])
+
+    def events(self, kind):
+        """What a worker said with --progress=json."""
+        with self._changed:
+            lines = list(self._lines["out"])
+        parsed = [json.loads(line) for line in lines if line.startswith("{")]
+        return [event for event in parsed if event["event"] == kind]
+
+    def done(self):
+        events = self.events("done")
+        if len(events) != 1:
+            raise AssertionError(f"{self.name} has no summary\n" + self.transcript())
+        return events[0]
+
+    def transcript(self):
+        return (f"--- {self.name}, exit code {self.process.poll()}: {' '.join(self.command)}\n"
+                f"--- standard output, the last lines:\n" + "\n".join(self.out.split("\n")[-30:]) +
+                f"\n--- standard error:\n{self.err}\n")
+
+
+class JobTest(unittest.TestCase):
+    """Gives each test a folder and ends what it started."""
+
+    maxDiff = None
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(prefix="atoll-test-")
+        self.processes = []
+        self.key_file = self.write("job.key", secrets.token_hex(32), 0o600)
+
+    def tearDown(self):
+        for process in self.processes:
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, name, text, mode=0o600):
+        path = os.path.join(self.folder, name)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode),
+                  "wb" if isinstance(text, bytes) else "w") as file:
+            file.write(text)
+        os.chmod(path, mode)
+        return path
+
+    def start(self, name, command, **kwargs):
+        process = Process(name, command, **kwargs)
+        self.processes.append(process)
+        return process
+
+    def program(self, name, *flags, env=None):
+        """One of ours, run to its end."""
+        process = self.start(name, [os.path.join(BIN, name), *flags], env=env)
+        process.wait()
+        return process
+
+    def job(self, owners=2, workers=2, **kwargs):
+        return Job(self, owners, workers, **kwargs)
+
+    def expect_code(self, process, code):
+        got = process.wait()
+        self.assertEqual(got, code, process.transcript())
+
+    def expect_error(self, process, code, *texts):
+        """It ended with `code` and one line on standard error that has each of `texts`."""
+        self.expect_code(process, code)
+        errors = [line for line in process.err.split("\n") if ": error: " in line]
+        self.assertEqual(len(errors), 1, process.transcript())
+        for text in texts:
+            self.assertIn(text, errors[0])
+
+
+class Job:
+    """Owners and workers of one job. Flags may be given for all workers, or for one by its index."""
+
+    def __init__(self, test, owners, workers, common=(), worker=(), per_worker=None, progress="json"):
+        self.test = test
+        self.owner_count, self.worker_count = owners, workers
+        self.port = free_port()
+        self.common = [f"--owners={owners}", f"--workers={workers}", f"--coordinator=127.0.0.1:{self.port}",
+                       f"--job=test-{os.getpid()}-{self.port}", *common]
+        self.worker_flags = ["--model=linear", "--data=synthetic:256", "--epochs=2", "--batch=16",
+                             f"--progress={progress}", *worker]
+        self.per_worker = per_worker or {}
+        self.owners, self.workers = [], []
+
+    def start_owner(self, index, key_file=None):
+        owner = self.test.start(f"owner{index}", [
+            os.path.join(BIN, "atoll-server"), f"--rank={index}",
+            f"--key_file={key_file or self.test.key_file}", *self.common])
+        self.owners.append(owner)
+        return owner
+
+    def start_worker(self, index, key_file=None, extra=()):
+        worker = self.test.start(f"worker{index}", [
+            os.path.join(BIN, "atoll-worker"), f"--rank={self.owner_count + index}",
+            f"--key_file={key_file or self.test.key_file}", *self.common, *self.worker_flags,
+            *self.per_worker.get(index, []), *extra])
+        self.workers.append(worker)
+        return worker
+
+    def start(self):
+        for index in range(self.owner_count):
+            self.start_owner(index)
+        for index in range(self.worker_count):
+            self.start_worker(index)
+        return self
+
+    def run(self):
+        """To its end, which must be a good one; the workers' summaries."""
+        self.start()
+        for process in self.workers + self.owners:
+            self.test.expect_code(process, 0)
+        return [worker.done() for worker in self.workers]
+
+    def wait_training(self):
+        """Every worker has made a step."""
+        for worker in self.workers:
+            worker.wait_line('"event": "progress"')
+        return self
+
+
+def monotonic():
+    return time.monotonic()

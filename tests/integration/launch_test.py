@@ -1,0 +1,131 @@
+"""How jobs are started: help, one command line under torchrun, the demo, a user's own program."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import unittest
+
+from harness import BIN, HANG_LIMIT_S, ROOT, JobTest
+
+TORCH_PYTHON = os.environ.get("ATOLL_TORCH_PYTHON", "")
+DEMO = os.path.join(ROOT, "tools", "demo.py")
+
+
+class Help(JobTest):
+
+    def test_every_program_explains_itself(self):
+        for program in ("atoll-server", "atoll-worker", "atoll-run"):
+            helped = self.program(program, "--help")
+            self.expect_code(helped, 0)
+            self.assertEqual(helped.err, "")
+            for text in (program + ": ", "--owners", "--coordinator", "ATOLL_OWNERS" if program != "atoll-run" else
+                         "MASTER_ADDR", "--grace=10s", "Exit codes:"):
+                self.assertIn(text, helped.out)
+            self.assertLessEqual(max(len(line) for line in helped.out.split("\n")), 110)
+            version = self.program(program, "--version")
+            self.expect_code(version, 0)
+            self.assertRegex(version.out, rf"^{program} \d+\.\d+\.\d+$")
+        self.assertIn("--model", self.program("atoll-worker", "--help").out)
+        self.assertIn("--model", self.program("atoll-run", "--help").out)
+        self.assertNotIn("--model=", self.program("atoll-server", "--help").out.split("Flags of")[1])
+
+
+class Torchrun(JobTest):
+
+    def torchrun(self, *flags):
+        if not TORCH_PYTHON or subprocess.run(
+                [TORCH_PYTHON, "-c", "import torch.distributed.run"], capture_output=True, check=False).returncode:
+            self.skipTest("no Python that can import torch.distributed.run")
+        return self.start("torchrun", [
+            TORCH_PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-port=0",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python",
+            os.path.join(BIN, "atoll-run"), "--owners=2", "--data=synthetic:128", "--epochs=1",
+            f"--key_file={self.key_file}", f"--summary={self.folder}/{{name}}.json", *flags])
+
+    def test_one_command_line_starts_the_whole_job(self):
+        self.expect_code(self.torchrun(), 0)
+        checksums = set()
+        for name in ("worker0", "worker1"):
+            with open(os.path.join(self.folder, name + ".json"), encoding="utf-8") as file:
+                checksums.add(json.load(file)["checksum"])
+        self.assertEqual(len(checksums), 1)
+
+    def test_an_error_is_shown_in_torchruns_summary(self):
+        process = self.torchrun("--model=resnet")
+        self.assertNotEqual(process.wait(), 0)
+        self.assertIn("there is no model 'resnet'", process.err)
+
+
+class Demo(JobTest):
+
+    def demo(self, *flags):
+        return self.start("demo", [sys.executable, DEMO, "--bin", BIN, "--data", "synthetic:512", "--model", "mlp",
+                                   *flags])
+
+    def test_the_table_and_the_facts(self):
+        facts_file = os.path.join(self.folder, "facts.json")
+        demo = self.demo("--epochs", "3", "--json", facts_file, "--min-accuracy", "0.5")
+        self.expect_code(demo, 0)
+        with open(facts_file, encoding="utf-8") as file:
+            facts = json.load(file)
+        self.assertTrue(facts["passed"] and facts["checksums_equal"])
+        self.assertGreater(facts["accuracy"], 0.5)
+        self.assertLessEqual(facts["accuracy"], 1.0)
+        self.assertEqual(len(facts["owners"]), 2)
+        self.assertEqual(len(facts["workers"]), 2)
+        self.assertEqual(facts["bytes_per_step"], 2 * 2 * 4 * facts["parameters"])
+        for text in (r"epoch 3/3 +step 12/12 +loss", r"accuracy +\d", r"owner1 +[\d,]+ parameters, [\d,]+ bytes",
+                     r"worker1 +parameter checksum", r"replicas +equal", r"bytes moved a step"):
+            self.assertRegex(demo.out, text)
+        self.assertNotIn("\r", demo.out)
+
+    def test_too_low_an_accuracy_fails(self):
+        demo = self.demo("--epochs", "1", "--min-accuracy", "1.01", "--owners", "1", "--workers", "1")
+        self.expect_code(demo, 1)
+        self.assertIn("is below 1.01", demo.err)
+
+    def test_what_a_worker_says_is_passed_on(self):
+        demo = self.start("demo", [sys.executable, DEMO, "--bin", BIN, "--data", "/nowhere/data"])
+        self.expect_code(demo, 1)
+        self.assertIn("/nowhere/data", demo.err)
+
+    def children(self, process):
+        with open(f"/proc/{process.process.pid}/task/{process.process.pid}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+
+    def test_an_interrupt_leaves_nothing_behind(self):
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+            demo = self.demo("--epochs", "1000000")
+            demo.wait_line("step ")
+            children = self.children(demo)
+            self.assertEqual(len(children), 4)
+            demo.signal(number)
+            self.expect_code(demo, code)
+            for pid in children:
+                self.assertFalse(os.path.exists(f"/proc/{pid}"), f"process {pid} is still there")
+
+
+class FirstJob(JobTest):
+
+    def test_the_example_trains(self):
+        job = self.job(owners=1, workers=2)
+        job.start_owner(0)
+        examples = [self.start(f"first_job{index}", [os.path.join(BIN, "first_job")], env={
+            "RANK": str(1 + index), "WORLD_SIZE": "3", "ATOLL_OWNERS": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(job.port), "ATOLL_KEY_FILE": self.key_file, "ATOLL_JOB": job.common[3].split("=")[1]})
+            for index in (0, 1)]
+        for process in examples + job.owners:
+            self.expect_code(process, 0)
+        losses = [float(line.split()[-1]) for line in examples[0].out.split("\n") if "loss" in line]
+        self.assertGreaterEqual(len(losses), 2)
+        self.assertLess(losses[-1], losses[0] / 4)
+
+    def test_without_a_job_it_says_so(self):
+        process = self.program("first_job")
+        self.assertNotEqual(process.wait(), 0)
+        self.assertIn("owner", process.err)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

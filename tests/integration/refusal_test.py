@@ -1,0 +1,172 @@
+"""Wrong input of every kind: one clear line, an exit code that is not 0, in bounded time."""
+import gzip
+import os
+import socket
+import struct
+import unittest
+
+from harness import JobTest, free_port
+
+
+def idx_images(count, rows, columns):
+    return struct.pack(">IIII", 0x803, count, rows, columns) + bytes(count * rows * columns)
+
+
+def idx_labels(count, label=1):
+    return struct.pack(">II", 0x801, count) + bytes([label]) * count
+
+
+class WrongFlags(JobTest):
+    """Refused before the job is joined: code 2, and nobody else is needed."""
+
+    def refused(self, program, *flags):
+        process = self.program(program, "--owners=1", "--workers=1", f"--key_file={self.key_file}", *flags)
+        self.expect_error(process, 2)
+        return process.err
+
+    def worker(self, *flags):
+        return self.refused("atoll-worker", "--rank=1", *flags)
+
+    def data_folder(self, **files):
+        good = {"train-images-idx3-ubyte": idx_images(40, 8, 8), "train-labels-idx1-ubyte": idx_labels(40),
+                "t10k-images-idx3-ubyte": idx_images(10, 8, 8), "t10k-labels-idx1-ubyte": idx_labels(10)}
+        good.update({name.replace("_", "-"): content for name, content in files.items()})
+        for name, content in good.items():
+            self.write(name + ".gz", content if content[:2] == b"\x1f\x8b" else gzip.compress(content))
+        return self.folder
+
+    def test_names_that_are_not_known(self):
+        self.assertIn("known are convnet, mlp, linear", self.worker("--model=resnet", "--data=synthetic"))
+        self.assertIn("known is adam", self.worker("--optimizer=sgd"))
+        self.assertIn("known are fashion-mnist, synthetic", self.worker("--data=cifar"))
+        self.assertIn("sync or async", self.worker("--policy=maybe"))
+
+    def test_wrong_data(self):
+        self.assertIn("/nowhere/data", self.worker("--data=/nowhere/data"))
+        folder = self.data_folder(**{"train_images_idx3_ubyte": idx_images(40, 8, 8)[:-5]})
+        self.assertIn("train-images-idx3-ubyte.gz is truncated", self.worker(f"--data={folder}"))
+        self.data_folder(**{"train_images_idx3_ubyte": gzip.compress(idx_images(40, 8, 8))[:-9]})
+        self.assertIn("train-images-idx3-ubyte.gz is truncated", self.worker(f"--data={folder}"))
+        self.data_folder(**{"t10k_labels_idx1_ubyte": idx_labels(10, 77)})
+        self.assertIn("t10k-labels-idx1-ubyte.gz: label 0 is 77", self.worker(f"--data={folder}"))
+
+    def test_shapes_that_do_not_fit(self):
+        folder = self.data_folder(train_images_idx3_ubyte=idx_images(40, 3, 9),
+                                  t10k_images_idx3_ubyte=idx_images(10, 3, 9))
+        self.assertIn("convnet needs images of at least 4 x 4, but these are 3 x 9",
+                      self.worker(f"--data={folder}", "--model=convnet"))
+
+    def test_wrong_numbers(self):
+        self.assertIn("lr", self.worker("--lr=-1"))
+        self.assertIn("beta2", self.worker("--beta2=1.5"))
+        self.assertIn("batch is 0", self.worker("--batch=0"))
+        self.assertIn("--threads=0", self.worker("--threads=0"))
+        self.assertIn("--lease=0", self.refused("atoll-server", "--lease=0"))
+        self.assertIn("owners are ranks 0 to 0", self.refused("atoll-server", "--rank=1"))
+        self.assertIn("should be from 0 to 1", self.worker("--rank=7"))
+        self.assertIn("did you mean --model", self.worker("--modle=mlp"))
+
+    def test_wrong_keys(self):
+        self.assertIn("open.key", self.refused(
+            "atoll-server", f"--key_file={self.write('open.key', 'k' * 32, 0o644)}"))
+        self.assertIn("short.key", self.refused(
+            "atoll-server", f"--key_file={self.write('short.key', 'k' * 5)}"))
+        self.assertIn("/nowhere/key", self.refused("atoll-server", "--key_file=/nowhere/key"))
+        process = self.program("atoll-server", "--owners=1", "--workers=1", env={"ATOLL_KEY": "short"})
+        self.expect_error(process, 2, "ATOLL_KEY")
+        self.assertNotIn("'short'", process.err)
+
+
+class WrongJobs(JobTest):
+    """What only shows between processes: code 1."""
+
+    def test_a_port_in_use(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            owner = self.program("atoll-server", "--owners=1", "--workers=1", f"--coordinator=127.0.0.1:{port}",
+                                 f"--key_file={self.key_file}")
+            self.expect_error(owner, 1, str(port))
+
+    def test_an_address_that_is_not_ours(self):
+        owner = self.program("atoll-server", "--owners=1", "--workers=1", "--bind=nosuchif0",
+                             f"--coordinator=127.0.0.1:{free_port()}", f"--key_file={self.key_file}")
+        self.expect_error(owner, 1, "nosuchif0")
+
+    def test_a_rank_that_never_comes(self):
+        job = self.job(common=["--join_limit=2s"])
+        owner, worker = job.start_owner(0), job.start_worker(1)
+        self.expect_error(owner, 1, "1", "2")  # Ranks 1 and 2 are missing.
+        self.expect_error(worker, 1)
+
+    def test_a_coordinator_that_never_comes(self):
+        job = self.job(common=["--join_limit=1s"])
+        self.expect_error(job.start_worker(0), 1, f"127.0.0.1:{job.port}")
+
+    def test_two_ranks_of_one_name(self):
+        job = self.job(owners=1, workers=2)
+        owner, first = job.start_owner(0), job.start_worker(0)
+        # Whichever of the two comes second is refused; the other is in the job.
+        twin = job.start_worker(0)
+        refused = None
+        while refused is None:
+            for process in (first, twin):
+                try:
+                    process.process.wait(timeout=0.2)
+                    refused = process
+                    break
+                except Exception:  # pylint: disable=broad-except
+                    continue
+        self.expect_error(refused, 1, "worker0")
+        job.start_worker(1)
+        for process in job.workers + [owner]:
+            if process is not refused:
+                self.expect_code(process, 0)
+
+    def test_a_wrong_key(self):
+        job = self.job(owners=1, workers=1)
+        owner = job.start_owner(0)
+        other = self.write("other.key", "another key of the right size")
+        stranger = job.start_worker(0, key_file=other)
+        self.expect_error(stranger, 1, "key")
+        self.expect_code(job.start_worker(0), 0)
+        self.expect_code(owner, 0)
+
+    def test_another_job_at_the_address(self):
+        job = self.job(owners=1, workers=1)
+        owner = job.start_owner(0)
+        self.expect_error(job.start_worker(0, extra=["--job=another"]), 1, "another")
+        self.expect_code(job.start_worker(0), 0)
+        self.expect_code(owner, 0)
+
+    def test_a_service_that_is_no_job_at_the_address(self):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            worker = self.start("worker0", [
+                os.path.join(os.environ["ATOLL_BIN"], "atoll-worker"), "--rank=1", "--owners=1", "--workers=1",
+                f"--coordinator=127.0.0.1:{port}", f"--key_file={self.key_file}", "--join_limit=2s",
+                "--data=synthetic"])
+            accepted, _ = other.accept()
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+            accepted.close()
+            self.expect_error(worker, 1, f"127.0.0.1:{port}")
+
+    def test_workers_with_different_models(self):
+        job = self.job(per_worker={1: ["--model=mlp"]}).start()
+        codes = [worker.wait() for worker in job.workers]
+        self.assertIn(1, codes)
+        self.assertNotIn(2, codes)
+        text = "\n".join(worker.err for worker in job.workers)
+        self.assertRegex(text, r"hidden|output|differ")
+
+    def test_workers_with_different_learning_rates(self):
+        job = self.job(per_worker={1: ["--lr=0.5"]}).start()
+        self.assertIn(1, [worker.wait() for worker in job.workers])
+        self.assertRegex("\n".join(worker.err for worker in job.workers), r"lr|rate|differ|hyper")
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

@@ -1,0 +1,268 @@
+#include "atoll/cluster/program.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "absl/flags/declare.h"
+#include "absl/flags/flag.h"
+#include "absl/flags/reflection.h"
+
+ABSL_DECLARE_FLAG(std::string, owners);
+ABSL_DECLARE_FLAG(std::string, workers);
+ABSL_DECLARE_FLAG(bool, cma);
+
+namespace Atoll::cluster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::ExitedWithCode;
+using ::testing::HasSubstr;
+
+class Program : public ::testing::Test {
+ protected:
+  /// Reads `arguments` into the flags, which are as before after the test.
+  std::vector<std::string> Parse(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "program");
+    std::vector<char*> pointers;
+    for (std::string& argument : arguments) pointers.push_back(argument.data());
+    return ParseFlags(static_cast<int>(pointers.size()), pointers.data(), {"program", "Text of program.\n"});
+  }
+  Environment Env() {
+    return [this](absl::string_view name) -> std::optional<std::string> {
+      const auto found = environment_.find(std::string(name));
+      return found == environment_.end() ? std::nullopt : std::optional<std::string>(found->second);
+    };
+  }
+  std::string Error(std::optional<Role> role = std::nullopt) {
+    const auto launch = LaunchFromFlags(role, Env());
+    return launch.ok() ? "no error" : std::string(launch.status().message());
+  }
+
+  std::map<std::string, std::string> environment_ = {{"ATOLL_KEY", "0123456789abcdef"}};
+  absl::FlagSaver saver_;
+};
+
+TEST_F(Program, ReadsFlagsInEveryForm) {
+  EXPECT_THAT(Parse({"--owners=3", "--workers", "4", "--nocma"}),
+              ElementsAre("--owners=3", "--workers=4", "--cma=false"));
+  EXPECT_EQ(absl::GetFlag(FLAGS_owners), "3");
+  EXPECT_EQ(absl::GetFlag(FLAGS_workers), "4");
+  EXPECT_FALSE(absl::GetFlag(FLAGS_cma));
+  EXPECT_THAT(Parse({"--cma"}), ElementsAre("--cma=true"));
+  EXPECT_TRUE(absl::GetFlag(FLAGS_cma));
+}
+
+TEST_F(Program, WrongCommandLinesEndWithTwoAndSayWhy) {
+  EXPECT_EXIT(Parse({"--worker=3"}), ExitedWithCode(2), "no flag --worker; did you mean --workers");
+  EXPECT_EXIT(Parse({"--zzzzzzzzzzzz"}), ExitedWithCode(2), "no flag --zzzzzzzzzzzz \\(see --help\\)");
+  EXPECT_EXIT(Parse({"--port=many"}), ExitedWithCode(2), "--port='many' cannot be read");
+  EXPECT_EXIT(Parse({"--lease=5 apples"}), ExitedWithCode(2), "--lease='5 apples'");
+  EXPECT_EXIT(Parse({"--workers"}), ExitedWithCode(2), "--workers has no value");
+  EXPECT_EXIT(Parse({"train"}), ExitedWithCode(2), "'train' is no flag");
+  EXPECT_EXIT(Parse({"--"}), ExitedWithCode(2), "'--' is no flag");
+  EXPECT_EXIT(Parse({"--=3"}), ExitedWithCode(2), "there is no flag --");
+  EXPECT_EXIT(Parse({"--nojob"}), ExitedWithCode(2), "no flag --nojob");
+}
+
+TEST_F(Program, HelpAndVersionEndWithZero) {
+  // EXPECT_EXIT sees standard error only.
+  EXPECT_EXIT((dup2(2, 1), Parse({"--help"})), ExitedWithCode(0), "Text of program(.|\n)*--grace=10s");
+  EXPECT_EXIT((dup2(2, 1), Parse({"--version"})), ExitedWithCode(0), "program [0-9]+\\.[0-9]+\\.[0-9]+");
+}
+
+TEST_F(Program, ByHandOnOneHostNumbersAreEnough) {
+  Parse({"--owners=1", "--workers=2", "--rank=2", "--job=j1"});
+  const auto flagged = LaunchFromFlags(Role::kWorker, Env());
+  ASSERT_TRUE(flagged.ok()) << flagged.status();
+  EXPECT_EQ(flagged->launch.name, "worker1");
+  EXPECT_EQ(flagged->launch.world_size, 3);
+  EXPECT_EQ(flagged->launch.job, "j1");
+  EXPECT_EQ(flagged->launch.coordinator_host, "127.0.0.1");
+  EXPECT_EQ(flagged->launch.bind, "127.0.0.1");
+  EXPECT_EQ(flagged->launch.key, "0123456789abcdef");
+}
+
+TEST_F(Program, AnOwnerByHandIsRankZero) {
+  Parse({"--owners=1", "--workers=2"});
+  const auto flagged = LaunchFromFlags(Role::kOwner, Env());
+  ASSERT_TRUE(flagged.ok()) << flagged.status();
+  EXPECT_EQ(flagged->launch.rank, 0);
+  EXPECT_THAT(Error(Role::kWorker), HasSubstr("RANK is not set"));
+}
+
+TEST_F(Program, FlagsWinOverTheEnvironment) {
+  environment_["RANK"] = "3";
+  environment_["WORLD_SIZE"] = "4";
+  environment_["MASTER_ADDR"] = "localhost";
+  environment_["MASTER_PORT"] = "1234";
+  environment_["ATOLL_OWNERS"] = "1";
+  environment_["TORCHELASTIC_RUN_ID"] = "run";
+  environment_["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  auto flagged = LaunchFromFlags(Role::kWorker, Env());
+  ASSERT_TRUE(flagged.ok()) << flagged.status();
+  EXPECT_EQ(flagged->launch.name, "worker2");
+  EXPECT_TRUE(flagged->launch.agent_store);
+  Parse({"--rank=1", "--coordinator=[::1]:77", "--name=ada", "--join_limit=5s"});
+  flagged = LaunchFromFlags(Role::kWorker, Env());
+  ASSERT_TRUE(flagged.ok()) << flagged.status();
+  EXPECT_EQ(flagged->launch.rank, 1);
+  EXPECT_EQ(flagged->launch.name, "ada");
+  EXPECT_EQ(flagged->launch.coordinator_host, "::1");
+  EXPECT_EQ(flagged->launch.coordinator_port, 77);
+  EXPECT_EQ(flagged->launch.join_limit, absl::Seconds(5));
+  EXPECT_FALSE(flagged->launch.agent_store);
+}
+
+TEST_F(Program, SaysWhichFlagOrVariableIsWrong) {
+  EXPECT_THAT(Error(), HasSubstr("the job has no owner"));
+  environment_["RANK"] = "x";
+  environment_["WORLD_SIZE"] = "4";
+  environment_["MASTER_ADDR"] = "localhost";
+  EXPECT_THAT(Error(), AllOf(HasSubstr("RANK='x'"), Not(HasSubstr("--rank"))));
+  Parse({"--rank=y"});
+  EXPECT_THAT(Error(), AllOf(HasSubstr("RANK='y'"), HasSubstr("given by --rank")));
+  Parse({"--rank=1", "--owners=2"});
+  EXPECT_THAT(Error(Role::kWorker), HasSubstr("rank (RANK) 1 is an owner's: owners are ranks 0 to 1"));
+  Parse({"--owners=4"});
+  EXPECT_THAT(Error(), HasSubstr("the job has no worker"));
+  Parse({"--owners=2", "--workers=3", "--world_size=4"});
+  EXPECT_THAT(Error(), HasSubstr("contradicts"));
+  Parse({"--owners=2", "--workers=-1", "--world_size="});
+  EXPECT_THAT(Error(), HasSubstr("--workers='-1'"));
+  for (const char* wrong : {"host", "host:", ":29500", "host:0", "host:65536", "host:x"}) {
+    Parse({"--workers=", "--coordinator", wrong});
+    EXPECT_THAT(Error(), HasSubstr("should be HOST:PORT")) << wrong;
+  }
+  Parse({"--coordinator=", "--log_level=loud"});
+  EXPECT_THAT(Error(), HasSubstr("'loud' (--log_level)"));
+}
+
+TEST_F(Program, KeyFilesAreChecked) {
+  Parse({"--owners=1", "--workers=1", "--rank=0", "--key_file=/nowhere/key"});
+  EXPECT_THAT(Error(), AllOf(HasSubstr("/nowhere/key"), HasSubstr("--key_file")));
+  std::string path = ::testing::TempDir() + "/atoll-key-XXXXXX";
+  close(mkstemp(path.data()));
+  std::ofstream(path) << "0123456789abcdef0123456789abcdef";
+  chmod(path.c_str(), 0644);
+  Parse({"--key_file=" + path});
+  EXPECT_THAT(Error(), HasSubstr(path));
+  EXPECT_THAT(Error(), Not(HasSubstr("0123456789")));
+  chmod(path.c_str(), 0600);
+  EXPECT_EQ(Error(), "no error");
+  unlink(path.c_str());
+}
+
+TEST_F(Program, NodeFlagsHaveRanges) {
+  EXPECT_TRUE(NodeFlagsFromFlags().ok());
+  for (const char* wrong : {"--port=-1", "--port=65536", "--lease=1ms", "--lease=inf", "--grace=-1s"}) {
+    absl::FlagSaver saver;
+    Parse({wrong});
+    EXPECT_THAT(std::string(NodeFlagsFromFlags().status().message()),
+                HasSubstr(std::string(wrong).substr(0, std::string(wrong).find('='))))
+        << wrong;
+  }
+}
+
+TEST(EndWithErrorTest, IsOneLineWhateverTheMessage) {
+  EXPECT_EXIT(std::exit(EndWithError("p w0", absl::InternalError("a\nb"), kExitFailed)), ExitedWithCode(1),
+              "^p w0: error: a b\n$");
+  EXPECT_EXIT(std::exit(EndWithError("p", absl::InternalError(""), kExitUsage)), ExitedWithCode(2),
+              "^p: error: INTERNAL");
+}
+
+/// A child that sets up signals as the programs do, says "ready" and then does `body`. Threads of the parent
+/// are not in it.
+class Child {
+ public:
+  Child(absl::Duration grace, bool orderly, bool ends) {
+    int fds[2];
+    EXPECT_EQ(pipe2(fds, O_CLOEXEC), 0);
+    pid_ = fork();
+    if (pid_ == 0) {
+      SetUpProcess();
+      {
+        SignalWatch watch("child", grace);
+        std::atomic<bool> asked{false};
+        if (orderly) {
+          watch.OnSignal([&asked, fds](int) {
+            (void)!write(fds[1], "a", 1);
+            asked = true;
+          });
+        }
+        (void)!write(fds[1], "r", 1);
+        while (!(asked && ends)) usleep(1000);
+        if (watch.signal() == 0) _exit(99);
+        _exit(watch.ExitWith(0));
+      }
+    }
+    close(fds[1]);
+    out_ = fds[0];
+    Await('r');
+  }
+  ~Child() { close(out_); }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+
+  /// Waits until the child has said so: 'r'eady, 'a'sked to end.
+  void Await(char what) {
+    char said = 0;
+    EXPECT_EQ(read(out_, &said, 1), 1);
+    EXPECT_EQ(said, what);
+  }
+  void Send(int signal) { kill(pid_, signal); }
+  int Wait() {
+    int status = 0;
+    EXPECT_EQ(waitpid(pid_, &status, 0), pid_);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+  }
+
+ private:
+  pid_t pid_;
+  int out_;
+};
+
+TEST(SignalWatchTest, TheFirstSignalEndsInOrder) {
+  for (int signal : {SIGTERM, SIGINT, SIGHUP}) {
+    Child child(absl::Hours(1), true, true);
+    child.Send(signal);
+    EXPECT_EQ(child.Wait(), 128 + signal);
+  }
+}
+
+TEST(SignalWatchTest, TheSecondSignalEndsAtOnce) {
+  Child child(absl::Hours(1), true, /*ends=*/false);
+  child.Send(SIGTERM);
+  child.Await('a');
+  child.Send(SIGINT);
+  EXPECT_EQ(child.Wait(), 128 + SIGINT);
+}
+
+TEST(SignalWatchTest, WithoutAnEndTheGraceIsTheLimit) {
+  Child child(absl::Milliseconds(20), true, /*ends=*/false);
+  child.Send(SIGTERM);
+  EXPECT_EQ(child.Wait(), 128 + SIGTERM);
+}
+
+TEST(SignalWatchTest, BeforeThereIsAnythingToPutInOrderItEndsAtOnce) {
+  Child child(absl::Hours(1), /*orderly=*/false, true);
+  child.Send(SIGTERM);
+  EXPECT_EQ(child.Wait(), 128 + SIGTERM);
+}
+
+TEST(SignalWatchTest, NamesSignals) {
+  EXPECT_EQ(SignalName(SIGTERM), "SIGTERM");
+  EXPECT_EQ(SignalName(999), "signal 999");
+}
+
+}  // namespace
+}  // namespace Atoll::cluster

@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""The demo: owners and workers as separate processes of this machine train a classifier.
+
+Starts atoll-server and atoll-worker processes on a free loopback port with a fresh job key, shows how far
+they are, and ends with a table of what was reached. Exit codes: 0 all is as it should be; 1 a process
+failed, the accuracy is too low, or (sync) the replicas differ; 2 wrong arguments; 130 interrupted.
+"""
+import argparse
+import ctypes
+import json
+import os
+import queue
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+PR_SET_PDEATHSIG = 1
+STOP_LIMIT_S = 15  # For children to end in order after SIGTERM; a bit more than their --grace.
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        prog="./dev demo", description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--bin", default="build/release/bin", metavar="DIR",
+                        help="where atoll-server and atoll-worker are")
+    parser.add_argument("--owners", type=int, default=2, help="owner processes")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--model", default="convnet", help="convnet, mlp or linear")
+    parser.add_argument("--data", default="fashion-mnist",
+                        help="fashion-mnist, synthetic, or a folder of IDX files")
+    parser.add_argument("--policy", default="sync", choices=["sync", "async"])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=0,
+                        help="images a step of each worker; 0: 128 over all workers together")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--lr-decay", default="linear", choices=["none", "linear"])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--min-accuracy", type=float, default=None, metavar="FRACTION",
+                        help="fail below it; unset: 0.88 on fashion-mnist, else 0")
+    parser.add_argument("--json", metavar="FILE", help="write the facts of the table there")
+    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS",
+                        help="fail if it takes longer")
+    args = parser.parse_args()
+    for name in ("owners", "workers", "epochs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} should be at least 1")
+    if args.batch == 0:
+        args.batch = max(1, 128 // args.workers)
+    if args.min_accuracy is None:
+        args.min_accuracy = 0.88 if args.data == "fashion-mnist" else 0.0
+    for program in ("atoll-server", "atoll-worker"):
+        if not os.access(os.path.join(args.bin, program), os.X_OK):
+            parser.error(f"{program} is not in {args.bin}: build first (./dev build), or name its folder with --bin")
+    return args
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def human_bytes(value):
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000
+
+
+class Child:
+    """One process of the job, its output read by threads of ours."""
+
+    def __init__(self, name, command, events):
+        self.name = name
+        self.errors = []  # Lines of its standard error, the last 200.
+        libc = ctypes.CDLL(None)
+
+        def before_exec():  # If this script is killed, no child stays behind.
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+        # A session of its own: Ctrl-C reaches this script alone, which then ends the children in order.
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, errors="replace",
+                                        start_new_session=True, preexec_fn=before_exec)
+        self.readers = [threading.Thread(target=self._read_out, args=(events,), daemon=True),
+                        threading.Thread(target=self._read_errors, daemon=True)]
+        for reader in self.readers:
+            reader.start()
+
+    def _read_out(self, events):
+        for line in self.process.stdout:
+            events.put((self, line.rstrip("\n")))
+        self.process.wait()
+        events.put((self, None))
+
+    def _read_errors(self):
+        for line in self.process.stderr:
+            self.errors = self.errors[-199:] + [line.rstrip("\n")]
+
+    def why(self):
+        for reader in self.readers:
+            reader.join(timeout=5)
+        code = self.process.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return "\n".join([f"{self.name} {how}"] + ["  " + line for line in self.errors[-10:]])
+
+
+def stop_all(children):
+    """Ends every child that still runs, in order if it can. Nothing is left when this returns."""
+    running = [child for child in children if child.process.poll() is None]
+    for child in running:
+        child.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + STOP_LIMIT_S
+    for child in running:
+        try:
+            child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+
+
+class Progress:
+    """One updating line on a terminal, else a line every few seconds."""
+
+    PLAIN_EVERY_S = 5.0
+
+    def __init__(self, args):
+        self.args = args
+        self.latest = {}
+        self.terminal = sys.stdout.isatty()
+        self.open_line = False
+        self.next_plain = 0.0
+
+    def update(self, event):
+        self.latest[event["name"]] = event
+        first = min(self.latest)  # worker0, while it lives.
+        if event["name"] != first:
+            return
+        text = self.text(event)
+        if self.terminal:
+            width = shutil.get_terminal_size().columns
+            sys.stdout.write("\r" + text[:width - 1] + "\x1b[K")
+            self.open_line = True
+        elif event["end_of_epoch"] or time.monotonic() >= self.next_plain:
+            self.next_plain = time.monotonic() + self.PLAIN_EVERY_S
+            print(text)
+        sys.stdout.flush()
+        if event["end_of_epoch"]:
+            self.finish_line()
+
+    def text(self, event):
+        images = sum(e["images_per_second"] for e in self.latest.values())
+        moved = sum(e["bytes_per_second"] for e in self.latest.values())
+        loss = event["loss"] if event["loss"] is not None else float("nan")
+        return (f"epoch {event['epoch']}/{event['epochs']}  step {event['step']}/{event['steps']}  "
+                f"loss {loss:.4f}  {images:,.0f} images/s  {human_bytes(moved)}/s")
+
+    def finish_line(self):
+        if self.open_line:
+            print()
+            self.open_line = False
+
+
+class Failed(Exception):
+    pass
+
+
+def start(args, folder, events, children):
+    key_file = os.path.join(folder, "job.key")
+    with open(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    port = free_port()
+    common = [f"--owners={args.owners}", f"--workers={args.workers}", f"--coordinator=127.0.0.1:{port}",
+              f"--key_file={key_file}", f"--job=demo-{os.getpid()}"]
+    for index in range(args.owners):
+        command = [os.path.join(args.bin, "atoll-server"), f"--rank={index}"] + common
+        children.append(Child(f"owner{index}", command, events))
+    for index in range(args.workers):
+        command = [os.path.join(args.bin, "atoll-worker"), f"--rank={args.owners + index}"] + common + [
+            f"--model={args.model}", f"--data={args.data}", f"--policy={args.policy}", f"--epochs={args.epochs}",
+            f"--batch={args.batch}", f"--lr={args.lr}", f"--lr_decay={args.lr_decay}", f"--seed={args.seed}",
+            "--progress=json"]
+        children.append(Child(f"worker{index}", command, events))
+
+
+def train(args, events, children):
+    """Follows the job to its end; the workers' summaries, by name. Raises Failed."""
+    deadline = time.monotonic() + args.limit
+    progress = Progress(args)
+    summaries = {}
+    running = len(children)
+    while running > 0:
+        try:
+            child, line = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            progress.finish_line()
+            raise Failed(f"not done within --limit={args.limit:g} seconds") from None
+        if line is None:
+            running -= 1
+            if child.process.returncode != 0:
+                progress.finish_line()
+                raise Failed(child.why())
+            continue
+        if not child.name.startswith("worker"):
+            continue  # Owners say in words who came and went.
+        event = json.loads(line)
+        if event["event"] == "progress":
+            progress.update(event)
+        elif event["event"] == "done":
+            summaries[child.name] = event
+        elif event["event"] == "start" and child.name == "worker0":
+            print(f"{event['model']} with {event['parameters']:,} parameters on {event['data']}: "
+                  f"{event['train_images']:,} images to train, {event['test_images']:,} to test; "
+                  f"{args.owners} owners, {args.workers} workers, Adam, {args.policy}", flush=True)
+    progress.finish_line()
+    missing = [child.name for child in children if child.name.startswith("worker") and child.name not in summaries]
+    if missing:
+        raise Failed(f"{', '.join(missing)} ended without a summary")
+    return summaries
+
+
+def facts_of(args, summaries, seconds):
+    first = summaries["worker0"]
+    checksums = {name: summary["checksum"] for name, summary in sorted(summaries.items())}
+    return {
+        "accuracy": first["accuracy"],
+        "seconds": round(seconds, 3),
+        "training_seconds": first["seconds"],
+        "images_per_second": sum(s["images"] for s in summaries.values()) / first["seconds"],
+        "model": first["model"], "data": first["data"], "policy": args.policy, "epochs": args.epochs,
+        "batch": args.batch, "lr": args.lr, "lr_decay": args.lr_decay, "seed": args.seed,
+        "steps": first["steps"], "parameters": first["parameters"], "loss": first["loss"],
+        "train_images": first["train_images"], "test_images": first["test_images"],
+        "owners": [{"name": s["owner"], "parameters": s["parameters"], "state_bytes": s["state_bytes"],
+                    "steps": s["steps"]} for s in first["shards"]],
+        "workers": [{"name": name, "steps": s["steps"], "images": s["images"], "checksum": s["checksum"],
+                     "bytes_sent_per_step": s["bytes_sent_per_step"],
+                     "bytes_received_per_step": s["bytes_received_per_step"]}
+                    for name, s in sorted(summaries.items())],
+        "bytes_per_step": sum(s["bytes_sent_per_step"] + s["bytes_received_per_step"]
+                              for s in summaries.values()),
+        "checksums": checksums,
+        "checksums_equal": len(set(checksums.values())) == 1,
+    }
+
+
+def print_table(facts):
+    accuracy = facts["accuracy"]
+    rows = [
+        ("accuracy", f"{accuracy * 100:.2f} % of {facts['test_images']:,} test images"),
+        ("time", f"{facts['seconds']:.1f} s, of it {facts['training_seconds']:.1f} s training "
+                 f"({facts['images_per_second']:,.0f} images/s)"),
+        ("steps", f"{facts['steps']:,} of {facts['batch']} images a worker, last epoch's loss {facts['loss']:.4f}"),
+        ("bytes moved a step", f"{human_bytes(facts['bytes_per_step'])} by all workers together"),
+    ]
+    for owner in facts["owners"]:
+        rows.append((owner["name"], f"{owner['parameters']:,} parameters, {owner['state_bytes']:,} bytes of "
+                                    f"optimizer state, {owner['steps']:,} steps"))
+    for worker in facts["workers"]:
+        rows.append((worker["name"], f"parameter checksum {worker['checksum']}; a step sends "
+                                     f"{human_bytes(worker['bytes_sent_per_step'])}, receives "
+                                     f"{human_bytes(worker['bytes_received_per_step'])}"))
+    if facts["policy"] == "sync":
+        rows.append(("replicas", "equal" if facts["checksums_equal"] else "DIFFERENT"))
+    width = max(len(name) for name, _ in rows)
+    print()
+    for name, text in rows:
+        print(f"  {name:<{width}}  {text}")
+
+
+def judge(args, facts):
+    if facts["accuracy"] is None:
+        return "worker0 measured no accuracy"
+    if facts["accuracy"] < args.min_accuracy:
+        return f"the accuracy {facts['accuracy']:.4f} is below {args.min_accuracy:g}"
+    if args.policy == "sync" and not facts["checksums_equal"]:
+        return "the replicas' parameters differ"
+    return None
+
+
+def main():
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Through `finally`, as Ctrl-C does.
+    events, children = queue.Queue(), []
+    folder = tempfile.mkdtemp(prefix="atoll-demo-")
+    begin = time.monotonic()
+    try:
+        start(args, folder, events, children)
+        summaries = train(args, events, children)
+    except Failed as failure:
+        print(f"demo failed: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted: ending the job", file=sys.stderr)
+        return 130
+    finally:
+        stop_all(children)
+        shutil.rmtree(folder, ignore_errors=True)
+    facts = facts_of(args, summaries, time.monotonic() - begin)
+    problem = judge(args, facts)
+    facts["passed"] = problem is None
+    if facts["accuracy"] is not None:
+        print_table(facts)
+    if args.json:
+        part = f"{args.json}.{os.getpid()}.part"
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=2)
+            file.write("\n")
+        os.replace(part, args.json)
+    if problem is not None:
+        print(f"demo failed: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
