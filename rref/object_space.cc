@@ -231,12 +231,16 @@ void Space::HandleFind(rpc::ServerCall call) {
 
 void Space::HandleRelease(rpc::ServerCall call) {
   auto fork = DecodeFork(call.request.body);
-  absl::StatusOr<std::vector<base::ObjectId>> dropped = fork.status();
-  if (fork.ok()) {
+  if (!fork.ok()) return std::move(call.responder).Reply(fork.status());
+  absl::StatusOr<std::vector<base::ObjectId>> dropped;
+  {
     absl::MutexLock lock(&mu_);
     absl::Status status = CheckCallerLocked(*fork, call.caller);
-    dropped =
-        status.ok() ? core_.Release(*fork, call.caller) : absl::StatusOr<std::vector<base::ObjectId>>(status);
+    if (status.ok()) {
+      dropped = core_.Release(*fork, call.caller);
+    } else {
+      dropped = status;
+    }
   }
   if (!dropped.ok()) return std::move(call.responder).Reply(dropped.status());
   Drop(*dropped);

@@ -154,8 +154,7 @@ class ObjectSpaceImpl : public ObjectSpace {
   static absl::StatusOr<std::shared_ptr<RRef>> Wrap(const std::weak_ptr<Space>& weak,
                                                     const std::string& owner, base::ForkId fork,
                                                     absl::StatusOr<rpc::Received> reply) {
-    absl::StatusOr<base::ObjectId> id = reply.status();
-    if (reply.ok()) id = DecodeObject(reply->body);
+    absl::StatusOr<base::ObjectId> id = reply.ok() ? DecodeObject(reply->body) : reply.status();
     if (id.ok()) {
       auto rref = std::make_shared<RRef>();
       rref->state_ = std::make_shared<RRef::State>();

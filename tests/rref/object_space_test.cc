@@ -1,0 +1,233 @@
+#include <map>
+#include <memory>
+#include <thread>
+
+#include <ATen/ops/ones.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "atoll/transport/endpoint.h"
+#include "testing.h"
+
+namespace Atoll::rref {
+namespace {
+
+using testing::HasSubstr;
+
+class ObjectSpaceTest : public testing::Test {
+ protected:
+  struct Member {
+    std::shared_ptr<transport::Endpoint> endpoint;
+    std::unique_ptr<rpc::Agent> agent;
+    std::unique_ptr<ObjectSpace> objects;
+    ~Member() {
+      objects.reset();
+      agent.reset();
+    }
+  };
+  Member& Start(const std::string& name) {
+    transport::EndpointOptions endpoint;
+    endpoint.job = "object-space-test";
+    endpoint.self = {name, base::NewIncarnation()};
+    endpoint.key.bytes = "a key of at least sixteen bytes";
+    auto member = std::make_unique<Member>();
+    member->endpoint = *transport::CreateEndpoint(endpoint);
+    rpc::AgentOptions options;
+    options.self = endpoint.self;
+    options.endpoint = member->endpoint;
+    member->agent = *rpc::Agent::Start(options);
+    member->objects = *ObjectSpace::Create(member->agent.get());
+    for (auto& [other, known] : members_) {
+      known->agent->AddPeer({member->agent->self(), member->agent->addresses()});
+      member->agent->AddPeer({known->agent->self(), known->agent->addresses()});
+    }
+    return *(members_[name] = std::move(member));
+  }
+
+  // The owner, with class "Test", and two users.
+  void SetUp() override {
+    owner_ = &Start("owner");
+    ann_ = &Start("ann");
+    bob_ = &Start("bob");
+    ASSERT_TRUE(owner_->objects->RegisterClass("Test", TestFactory(&record_)).ok());
+    ASSERT_TRUE(owner_->objects->RegisterClass("Slow", TestFactory(&record_, &proceed_)).ok());
+  }
+  void TearDown() override { members_.clear(); }
+
+  std::shared_ptr<RRef> Make(Member& user, const std::string& text, const std::string& pin = "") {
+    auto rref = user.objects->Create("owner", "Test", Body(text), pin).Wait(kHang);
+    EXPECT_TRUE(rref.ok()) << rref.status();
+    return rref.ok() ? *rref : nullptr;
+  }
+  static absl::StatusOr<std::string> Get(const RRef& rref) {
+    auto reply = rref.Call({"get"}, Body("!")).Wait(kHang);
+    if (!reply.ok()) return reply.status();
+    return reply->body;
+  }
+
+  Record record_;
+  absl::Notification proceed_;
+  std::map<std::string, std::unique_ptr<Member>> members_;
+  Member *owner_, *ann_, *bob_;
+};
+
+TEST_F(ObjectSpaceTest, CreatesCallsAndReleases) {
+  auto rref = Make(*ann_, "text");
+  ASSERT_NE(rref, nullptr);
+  EXPECT_EQ(rref->owner(), owner_->agent->self());
+  EXPECT_EQ(*Get(*rref), "text!");
+  rpc::Payload request;
+  request.tensors.push_back(rpc::Copy(at::ones({3, 2})));
+  auto reply = rref->Call({"add_one"}, std::move(request)).Wait(kHang);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_TRUE(reply->tensors[0].equal(at::ones({3, 2}).mul(2)));
+  EXPECT_EQ(record_.allocated(), 1);
+  auto list = owner_->objects->List();
+  ASSERT_EQ(list.size(), 1u);
+  EXPECT_EQ(list[0].class_name, "Test");
+  EXPECT_EQ(list[0].holders, std::vector<base::MemberId>{ann_->agent->self()});
+  ASSERT_TRUE(owner_->objects->Local(rref->id()).ok());
+  EXPECT_FALSE(ann_->objects->Local(rref->id()).ok());
+  EXPECT_TRUE(std::move(*rref).Release().Wait(kHang).ok());
+  EXPECT_FALSE(rref->valid());
+  EXPECT_TRUE(record_.AwaitAlive(0));
+  EXPECT_EQ(rref->Call({"get"}, Body("")).Wait(kHang).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(ObjectSpaceTest, DestructionAndMoveAssignmentRelease) {
+  auto first = Make(*ann_, "1");
+  auto second = Make(*ann_, "2");
+  *first = std::move(*second);
+  EXPECT_TRUE(record_.AwaitAlive(1));
+  EXPECT_EQ(*Get(*first), "2!");
+  first.reset();
+  EXPECT_TRUE(record_.AwaitAlive(0));
+}
+
+TEST_F(ObjectSpaceTest, ErrorsSayWhatAndWhere) {
+  auto code = [&](const base::Future<std::shared_ptr<RRef>>& future, const std::string& text) {
+    auto result = future.Wait(kHang);
+    EXPECT_THAT(std::string(result.status().message()), HasSubstr(text));
+    return result.status().code();
+  };
+  EXPECT_EQ(code(ann_->objects->Create("owner", "None", Body("")), "'None'"), absl::StatusCode::kNotFound);
+  EXPECT_EQ(code(ann_->objects->Create("nobody", "Test", Body("")), "nobody"), absl::StatusCode::kNotFound);
+  EXPECT_EQ(code(ann_->objects->Create("owner", "Test", Body("fail")), "asked to fail"),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(ann_->objects->Create("owner", "Test", Body("throw"), "pin"), "asked to throw"),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(code(ann_->objects->Find("owner", "pin"), "'pin'"), absl::StatusCode::kNotFound);
+  EXPECT_EQ(owner_->objects->Unpin("pin").code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(owner_->objects->List().empty());
+  auto rref = Make(*ann_, "x");
+  auto reply = rref->Call({"dance"}, Body("")).Wait(kHang);
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(reply.status().message()), HasSubstr("owner"));
+  rpc::Payload refused = Body("refuse");
+  refused.tensors.push_back(rpc::Copy(at::ones({1 << 20})));
+  reply = rref->Call({"add_one"}, std::move(refused)).Wait(kHang);
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(owner_->objects->RegisterClass("Test", TestFactory(&record_)).code(),
+            absl::StatusCode::kAlreadyExists);
+}
+
+TEST_F(ObjectSpaceTest, RacingCreatorsGetOneObject) {
+  std::vector<base::Future<std::shared_ptr<RRef>>> futures;
+  for (Member* user : {ann_, bob_, owner_}) {
+    futures.push_back(user->objects->Create("owner", "Slow", Body("one"), "shared"));
+  }
+  futures.push_back(bob_->objects->Create("owner", "Slow", Body("one"), "shared"));
+  proceed_.Notify();
+  base::ObjectId id;
+  std::vector<std::shared_ptr<RRef>> rrefs;
+  for (auto& future : futures) {
+    auto rref = future.Wait(kHang);
+    ASSERT_TRUE(rref.ok()) << rref.status();
+    if (rrefs.empty()) id = (*rref)->id();
+    EXPECT_EQ((*rref)->id(), id);
+    rrefs.push_back(*rref);
+  }
+  EXPECT_EQ(record_.made(), 1);
+  EXPECT_EQ(owner_->objects->List()[0].holders.size(), 4u);
+  rrefs.clear();
+  EXPECT_EQ(record_.alive(), 1);  // Its name holds it.
+  auto found = ann_->objects->Find("owner", "shared").Wait(kHang);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(*Get(**found), "one!");
+  ASSERT_TRUE(owner_->objects->Unpin("shared").ok());
+  EXPECT_EQ(record_.alive(), 1);
+  found->reset();
+  EXPECT_TRUE(record_.AwaitAlive(0));
+}
+
+TEST_F(ObjectSpaceTest, AHoldersDeathReleasesAndIsTold) {
+  auto anns = Make(*ann_, "ann's");
+  auto pinned = Make(*ann_, "pinned", "pin");
+  auto bobs = Make(*bob_, "bob's");
+  EXPECT_EQ(record_.alive(), 3);
+  const base::MemberId ann = ann_->agent->self();
+  owner_->objects->OnPeerGone(ann, absl::UnavailableError("killed"));
+  owner_->objects->OnPeerGone(ann, absl::UnavailableError("killed"));  // Told twice.
+  EXPECT_TRUE(record_.AwaitAlive(2));
+  EXPECT_TRUE(record_.AwaitGone(std::vector<std::string>{"ann", "ann"}));
+  EXPECT_EQ(*Get(*bobs), "bob's!");
+  // The dead cannot come back under the same incarnation.
+  auto late = ann_->objects->Create("owner", "Test", Body("late")).Wait(kHang);
+  EXPECT_EQ(late.status().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST_F(ObjectSpaceTest, AnOwnersDeathFailsCallsWithItsName) {
+  auto rref = Make(*ann_, "x");
+  auto hanging = rref->Call({"hang"}, Body(""));
+  const base::MemberId owner = owner_->agent->self();
+  ann_->agent->RemovePeer(owner, absl::UnavailableError("owner was killed"));
+  ann_->objects->OnPeerGone(owner, absl::UnavailableError("owner was killed"));
+  auto reply = hanging.Wait(kHang);
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(reply.status().message()), HasSubstr("owner"));
+  reply = rref->Call({"get"}, Body("")).Wait(kHang);
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(reply.status().message()), HasSubstr(owner.ToString()));
+  EXPECT_EQ(base::GetRan(reply.status()), base::Ran::kNo);
+}
+
+TEST_F(ObjectSpaceTest, OwnersMayHoldTheirOwn) {
+  auto rref = Make(*owner_, "own");
+  EXPECT_EQ(*Get(*rref), "own!");
+  EXPECT_EQ(owner_->objects->List()[0].holders, std::vector<base::MemberId>{owner_->agent->self()});
+  rref.reset();
+  EXPECT_TRUE(record_.AwaitAlive(0));
+}
+
+TEST_F(ObjectSpaceTest, AClosedSpaceRefusesAndReferencesOutliveIt) {
+  auto rref = Make(*ann_, "x");
+  auto own = Make(*owner_, "own");
+  owner_->objects.reset();
+  EXPECT_EQ(record_.alive(), 0);
+  EXPECT_EQ(Get(*rref).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Get(*own).status().code(), absl::StatusCode::kFailedPrecondition);
+  ann_->objects.reset();
+  EXPECT_EQ(Get(*rref).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(ObjectSpaceTest, ManyThreadsCreateCallAndRelease) {
+  std::vector<std::thread> threads;
+  std::atomic<int> failures{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      Member& user = t % 2 == 0 ? *ann_ : *bob_;
+      for (int i = 0; i < 25; ++i) {
+        auto rref = user.objects->Create("owner", "Test", Body(std::to_string(i))).Wait(kHang);
+        if (!rref.ok() || Get(**rref).value_or("") != std::to_string(i) + "!") ++failures;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(failures, 0);
+  EXPECT_EQ(record_.made(), 100);
+  EXPECT_TRUE(record_.AwaitAlive(0));
+  EXPECT_TRUE(owner_->objects->List().empty());
+}
+
+}  // namespace
+}  // namespace Atoll::rref

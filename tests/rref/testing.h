@@ -1,0 +1,125 @@
+// What the tests of rref share: an object that records what happens to it, and members that know each other.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "atoll/rref/rref.h"
+
+namespace Atoll::rref {
+
+inline constexpr absl::Duration kHang = absl::Seconds(60);
+
+/// What all objects of a test's class have seen.
+class Record {
+ public:
+  void Made() {
+    absl::MutexLock lock(&mu_);
+    ++made_;
+    ++alive_;
+  }
+  void Destroyed() {
+    absl::MutexLock lock(&mu_);
+    --alive_;
+  }
+  void Allocated() {
+    absl::MutexLock lock(&mu_);
+    ++allocated_;
+  }
+  void Gone(const std::string& member) {
+    absl::MutexLock lock(&mu_);
+    gone_.push_back(member);
+  }
+  int made() const {
+    absl::MutexLock lock(&mu_);
+    return made_;
+  }
+  int alive() const {
+    absl::MutexLock lock(&mu_);
+    return alive_;
+  }
+  int allocated() const {
+    absl::MutexLock lock(&mu_);
+    return allocated_;
+  }
+  bool AwaitAlive(int count) const {
+    auto reached = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return alive_ == count; };
+    absl::MutexLock lock(&mu_);
+    return mu_.AwaitWithTimeout(absl::Condition(&reached), kHang);
+  }
+  bool AwaitGone(const std::vector<std::string>& members) const {
+    auto reached = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return gone_ == members; };
+    absl::MutexLock lock(&mu_);
+    return mu_.AwaitWithTimeout(absl::Condition(&reached), kHang);
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  int made_ ABSL_GUARDED_BY(mu_) = 0, alive_ ABSL_GUARDED_BY(mu_) = 0, allocated_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<std::string> gone_ ABSL_GUARDED_BY(mu_);
+};
+
+/// Methods: "get" gives the text it was made with, "add_one" its tensors plus one, "hang" never answers.
+class TestObject : public Object {
+ public:
+  TestObject(std::string text, Record* record) : text_(std::move(text)), record_(record) { record_->Made(); }
+  ~TestObject() override { record_->Destroyed(); }
+
+  void Call(rpc::ServerCall call) override {
+    rpc::Payload reply;
+    if (call.method.name == "get") {
+      reply.body = text_ + call.request.body;
+    } else if (call.method.name == "add_one") {
+      for (at::Tensor& tensor : call.request.tensors) reply.tensors.push_back(rpc::Copy(tensor.add(1)));
+    } else if (call.method.name == "hang") {
+      absl::MutexLock lock(&mu_);
+      hanging_.push_back(std::move(call.responder));
+      return;
+    } else {
+      return std::move(call.responder).Reply(absl::UnimplementedError("no method " + call.method.name));
+    }
+    std::move(call.responder).Reply(std::move(reply));
+  }
+  absl::StatusOr<std::vector<at::Tensor>> Allocate(const base::MemberId& caller, const rpc::MethodId& method,
+                                                   absl::string_view body,
+                                                   absl::Span<const rpc::TensorMeta> metas) override {
+    if (body == "refuse") return absl::ResourceExhaustedError("no room");
+    if (!metas.empty()) record_->Allocated();
+    return Object::Allocate(caller, method, body, metas);
+  }
+  void OnPeerGone(const base::MemberId& member, const absl::Status&) override { record_->Gone(member.name); }
+
+ private:
+  const std::string text_;
+  Record* const record_;
+  absl::Mutex mu_;
+  std::vector<rpc::Responder> hanging_ ABSL_GUARDED_BY(mu_);
+};
+
+inline Factory TestFactory(Record* record, absl::Notification* proceed = nullptr) {
+  return [record, proceed](const base::MemberId&,
+                           rpc::Received arguments) -> absl::StatusOr<std::shared_ptr<Object>> {
+    if (proceed != nullptr) proceed->WaitForNotification();
+    if (arguments.body == "fail") return absl::InvalidArgumentError("asked to fail");
+    if (arguments.body == "throw") throw std::runtime_error("asked to throw");
+    return std::make_shared<TestObject>(arguments.body, record);
+  };
+}
+
+inline rpc::Payload Body(std::string body) {
+  rpc::Payload payload;
+  payload.body = std::move(body);
+  return payload;
+}
+
+}  // namespace Atoll::rref
