@@ -7,6 +7,7 @@ Abseil, GoogleTest or TensorPipe, and torch is found by run path.
 import argparse
 import glob
 import os
+import pathlib
 import re
 import socket
 import subprocess
@@ -71,7 +72,7 @@ class PackagingTest(unittest.TestCase):
         self.assertTrue(found)
         for path in found:
             with self.subTest(os.path.basename(path)):
-                if open(path, 'rb').read(4) == b'\x7fELF':
+                if pathlib.Path(path).read_bytes()[:4] == b'\x7fELF':
                     self.check_portable(path)
 
     def test_installed_binaries_start(self):
@@ -87,10 +88,11 @@ class PackagingTest(unittest.TestCase):
     def test_a_project_of_its_own(self):
         build = os.path.join(self.folder.name, 'build')
         run(arguments.cmake, '-S', os.path.join(HERE, 'project'), '-B', build, '-G', 'Ninja',
-            f'-DCMAKE_PREFIX_PATH={self.prefix}')
+            f'-DCMAKE_PREFIX_PATH={self.prefix}',
+            f'-DFIRST_JOB={os.path.join(HERE, "../../examples/first_job/first_job.cc")}')
         # Nothing of the tree it came from may be left in the package.
         for path in glob.glob(os.path.join(self.prefix, 'lib*', 'cmake', 'Atoll', '*.cmake')):
-            self.assertNotIn(os.path.join(arguments.build, ''), open(path).read(), path)
+            self.assertNotIn(os.path.join(arguments.build, ''), pathlib.Path(path).read_text(), path)
         run(arguments.cmake, '--build', build)
         self.assertIn('out of tree: ok', run(os.path.join(build, 'out_of_tree'), str(free_port()),
                                                  env=clean_environment()))
@@ -103,7 +105,7 @@ class PackagingTest(unittest.TestCase):
             self.assertIn(expected, headers)
         # What a header includes of ours is installed too.
         for header in sorted(headers):
-            for included in re.findall(r'#include "atoll/([^"]+)"', open(os.path.join(root, header)).read()):
+            for included in re.findall(r'#include "atoll/([^"]+)"', pathlib.Path(root, header).read_text()):
                 self.assertIn(included, headers, f'{header} includes it')
 
 

@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""The README is true: its job by hand runs as it stands there, and its C++ is that of the example.
+
+Only the data (made up, so that it takes seconds) and the coordinator's port (a free one) are put in.
+"""
+import argparse
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+README = pathlib.Path(ROOT, 'README.md').read_text()
+HANG_LIMIT_S = 240
+arguments = None
+
+
+def block(heading, language):
+    """The first fenced block of `language` under a heading."""
+    section = README.split(f'\n## {heading}\n')[1].split('\n## ')[0]
+    return re.search(rf'```{language}\n(.*?)```', section, re.S)[1].strip('\n').split('\n')
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+class ReadmeTest(unittest.TestCase):
+    def test_the_job_by_hand(self):
+        lines = block('A job by hand', 'sh')
+        self.assertEqual(lines[:2], ['./dev build', 'cd build/release/bin'])
+        self.assertEqual(len(lines), 5)
+        port = free_port()
+        clean = {k: v for k, v in os.environ.items()
+                 if not re.match(r'(ATOLL_|SLURM_|OMPI_|TORCHELASTIC_)|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_)', k)}
+        processes = []
+        try:
+            for line in lines[2:]:
+                words = line.removesuffix(' &').replace('=fashion-mnist', '=synthetic:640').split()
+                words.append(f'--coordinator=127.0.0.1:{port}')
+                processes.append(subprocess.Popen(words, cwd=arguments.bin, env=clean, text=True, errors='replace',
+                                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            outputs = [p.communicate(timeout=HANG_LIMIT_S)[0] for p in processes]
+        finally:
+            for p in processes:
+                if p.poll() is None:
+                    p.send_signal(signal.SIGKILL)
+                    p.wait()
+        for process, output in zip(processes, outputs):
+            self.assertEqual(process.returncode, 0, f'{process.args}\n{output}')
+
+    def test_the_code_is_that_of_the_example(self):
+        example = pathlib.Path(ROOT, 'examples/first_job/first_job.cc').read_text()
+        known = {line.strip() for line in example.split('\n')}
+        for line in block('A first job of your own', 'cpp'):
+            self.assertIn(line.strip(), known)
+        self.assertLess(example.count('\n'), 100)
+        self.assertIn(f'one of {example.count(chr(10))} lines', README)
+
+    def test_the_project_is_that_of_the_packaging_test(self):
+        project = pathlib.Path(ROOT, 'tests/packaging/project/CMakeLists.txt').read_text()
+        for line in block('A first job of your own', 'cmake'):
+            self.assertIn(line.replace('MyJob', 'OutOfTree').replace('my_job.cc', '${FIRST_JOB}').replace('my_job', 'first_job'),
+                          project)
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--bin', default=os.path.join(ROOT, 'build/release/bin'))
+    arguments, rest = parser.parse_known_args()
+    unittest.main(argv=sys.argv[:1] + rest, verbosity=2)
