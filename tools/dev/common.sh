@@ -108,13 +108,20 @@ compile() {
   local log
   log=$LOGS/build-$(basename "$BUILD").log
   mkdir -p "$LOGS"
-  if ! NINJA_STATUS="[build %f/%t %es] " ninja -j "$JOBS" -C "$BUILD" "$@" 2>&1 | tee "$log" | awk '
-      match($0, /^\[build [0-9]+\/[0-9]+/) {
-        split(substr($0, 8), part, /[\/ ]/)
-        tenth = int(10 * part[1] / part[2])
-        if (part[2] >= 10 && tenth > last) { print $1, $2, $3; fflush(); last = tenth }
-      }'; then
+  if ! NINJA_STATUS="[build %f/%t %es] " ninja -j "$JOBS" -C "$BUILD" "$@" 2>&1 | tee "$log" | tenths; then
     grep -A 40 -m 1 '^FAILED' "$log" >&2 || tail -n 40 "$log" >&2
     die "the build in $BUILD failed; the whole output is in $log"
   fi
+}
+
+# tenths: of ninja's lines, one for each tenth of the work. (Not awk: Debian's reads ahead.)
+tenths() {
+  local line tenth last=0
+  while IFS= read -r line; do
+    [[ $line =~ ^\[build\ ([0-9]+)/([0-9]+)\ [0-9.]+s\] ]] || continue
+    tenth=$((10 * BASH_REMATCH[1] / BASH_REMATCH[2]))
+    [ "$tenth" -gt "$last" ] && [ "${BASH_REMATCH[2]}" -ge 10 ] || continue
+    echo "${BASH_REMATCH[0]}"
+    last=$tenth
+  done
 }
