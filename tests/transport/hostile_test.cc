@@ -43,11 +43,12 @@ class HonestTraffic {
         ++calls_;
       }
     });
+    // The first calls also wait for the further connections of the pipe.
+    AwaitCalls(3);
   }
   ~HonestTraffic() {
     // Calls go on after the attack too.
-    const uint64_t before = calls_;
-    while (calls_ < before + 5 && !::testing::Test::HasFailure()) std::this_thread::yield();
+    AwaitCalls(5);
     stop_ = true;
     caller_.join();
     near_.reset();
@@ -55,6 +56,11 @@ class HonestTraffic {
   }
 
  private:
+  void AwaitCalls(uint64_t count) {
+    const uint64_t before = calls_;
+    while (calls_ < before + count && !::testing::Test::HasFailure()) std::this_thread::yield();
+  }
+
   std::shared_ptr<Pipe> near_, far_;
   std::atomic<bool> stop_{false};
   std::atomic<uint64_t> calls_{0};
