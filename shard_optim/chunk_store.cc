@@ -92,9 +92,19 @@ absl::StatusOr<std::shared_ptr<ChunkStore::Value>> ChunkStore::NewValue(int64_t 
   return value;
 }
 
+// What once was in a reused buffer leaves with no value.
+void ChunkStore::ClearGaps(int index, float* value) const {
+  const std::vector<Segment>& segments = chunk(index).segments;
+  for (size_t s = 0; s + 1 < segments.size(); ++s) {
+    const int64_t end = chunk(index).offset(segments[s]) + segments[s].size();
+    std::memset(value + end, 0, (chunk(index).offset(segments[s + 1]) - end) * sizeof(float));
+  }
+}
+
 void ChunkStore::Load(int index, const at::Tensor& tensor) {
-  std::memcpy(chunks_[index].value->tensor.data_ptr<float>(), tensor.data_ptr<float>(),
-              chunk(index).elements() * sizeof(float));
+  float* value = chunks_[index].value->tensor.data_ptr<float>();
+  std::memcpy(value, tensor.data_ptr<float>(), chunk(index).elements() * sizeof(float));
+  ClearGaps(index, value);
 }
 
 void ChunkStore::Fold(int index, Contribution contribution) {
@@ -150,6 +160,7 @@ bool ChunkStore::Apply(int index, int contributors) {
   const float* from = state.value->tensor.data_ptr<float>();
   float* to = target->tensor.data_ptr<float>();
   for (size_t s = 0; s < chunk(index).segments.size(); ++s) ApplySegment(index, s, contributors, from, to);
+  if (from != to) ClearGaps(index, to);
   state.value = std::move(target);
   state.folded.clear();
   return true;

@@ -102,6 +102,7 @@ class ChunkStore {
   ChunkStore(const Layout* layout, int owner) : layout_(layout), owner_(owner) {}
   absl::Status Allocate(size_t spare_bytes);
   absl::StatusOr<std::shared_ptr<Value>> NewValue(int64_t elements);
+  void ClearGaps(int index, float* value) const;
   void AddSecondToFirst(int index);
   void ApplySegment(int index, size_t segment, int contributors, const float* from, float* to);
 

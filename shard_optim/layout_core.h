@@ -17,7 +17,7 @@
 // - A chunk is what one call carries: at most chunk_bytes, in one bucket, of one owner. On the wire a chunk
 // is
 //   one contiguous float tensor of chunk.elements() elements: flat_begin .. flat_end of flat space, the gaps
-//   between its segments included (their content is arbitrary), so segment s lies at
+//   between its segments included (what a gradient has there is ignored), so segment s lies at
 //   s.flat_begin - chunk.flat_begin. A chunk of one large parameter is exactly a slice of its storage.
 //
 // Immutable once built; thread-safe.

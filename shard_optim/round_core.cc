@@ -100,7 +100,7 @@ std::vector<int> RoundCore::NotYetAttached() const {
 
 bool RoundCore::IsJoined(int worker) const {
   auto found = workers_.find(worker);
-  return found != workers_.end() && found->second.joined;
+  return found != workers_.end() && found->second.joined && found->second.last == INT64_MAX;
 }
 
 int64_t RoundCore::NextStep(int worker) const {

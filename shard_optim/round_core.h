@@ -81,6 +81,7 @@ class RoundCore {
   int WorkerOf(const base::MemberId& member) const;
   /// Workers below worker_count that have not attached yet; empty once all had.
   std::vector<int> NotYetAttached() const;
+  /// In the roster, without an end.
   bool IsJoined(int worker) const;
   /// The smallest step from which `worker` could join now.
   int64_t NextStep(int worker) const;

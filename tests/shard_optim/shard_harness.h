@@ -92,4 +92,20 @@ class Harness {
   std::vector<std::shared_ptr<Shard>> shards;
 };
 
+using Values = std::vector<std::vector<float>>;  // By parameter.
+
+inline Values Fill(const std::vector<ParameterSpec>& specs, float value) {
+  Values values;
+  for (const ParameterSpec& spec : specs) values.emplace_back(spec.numel(), value);
+  return values;
+}
+
+// Two small parameters in one chunk, begun at 1.
+struct Small : Harness {
+  explicit Small(HarnessOptions options) : Harness({VectorSpec("a", 70), VectorSpec("b", 5)}, options) {
+    Begin(Fill(parameters, 1));
+  }
+  Values Gradient(float value) const { return Fill(parameters, value); }
+};
+
 }  // namespace Atoll::shard_optim
