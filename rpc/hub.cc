@@ -10,6 +10,12 @@
 #include "atoll/rpc/wire.h"
 
 namespace Atoll::rpc {
+namespace {
+
+// Authenticated processes that have the name of another: a mistake in a launch, or a restart.
+constexpr size_t kMaxVisitors = 64;
+
+}  // namespace
 
 Hub::Hub(const AgentOptions& options)
     : options_(options), buffers_(BufferPool::Create(options.keep_buffer_bytes)) {}
@@ -105,6 +111,7 @@ std::vector<std::shared_ptr<Session>> Hub::Sessions() const {
   absl::ReaderMutexLock lock(&mu_);
   std::vector<std::shared_ptr<Session>> sessions;
   for (const auto& [name, session] : sessions_) sessions.push_back(session);
+  for (const auto& [incarnation, session] : visitors_) sessions.push_back(session);
   return sessions;
 }
 
@@ -118,15 +125,16 @@ void Hub::AddPeer(Peer peer) {
       return old->Update(peer);
     }
   }
-  auto fresh = std::make_shared<Session>(shared_from_this(), peer);
+  std::shared_ptr<Session> fresh;
   {
     absl::MutexLock lock(&mu_);
     if (replaced_.contains(peer.id.incarnation.value())) return;
     std::shared_ptr<Session>& place = sessions_[peer.id.name];
     if (place != old) return;  // Another thread was faster, and knows as much.
     if (old != nullptr) replaced_.insert(old->peer().id.incarnation.value());
-    place = fresh;
+    place = fresh = TakeVisitorLocked(peer.id);
   }
+  fresh->Update(peer);
   if (old != nullptr) {
     old->Die(absl::UnavailableError(absl::StrCat("it was replaced by ", peer.id.ToString())),
              /*notify=*/false,
@@ -144,22 +152,53 @@ void Hub::OnPipe(std::shared_ptr<transport::Pipe> pipe) {
       session->Update({member, {}});
       return session->OnAccepted(std::move(pipe));
     }
-    if (session != nullptr && !session->dead()) {
-      // A restarted process, most likely: its old life has to be seen to end, or be removed.
-      session->Probe();
-      return pipe->Close(absl::FailedPreconditionError(
-          absl::StrCat("another incarnation of ", member.name, " is a member, and not known to be dead")));
+    bool held = session != nullptr && !session->dead();
+    // A restarted process, most likely: its old life has to be seen to end, or be removed.
+    if (held) session->Probe();
+    ForgetDeadVisitors();
+    std::shared_ptr<Session> visitor;
+    absl::Status refused;
+    {
+      absl::MutexLock lock(&mu_);
+      std::shared_ptr<Session>& place = sessions_[member.name];
+      if (replaced_.contains(member.incarnation.value())) {
+        refused = absl::FailedPreconditionError("this incarnation was replaced by a newer one");
+      } else if (place != session) {
+        continue;
+      } else if (held && visitors_.size() >= kMaxVisitors &&
+                 !visitors_.contains(member.incarnation.value())) {
+        refused = absl::FailedPreconditionError(
+            absl::StrCat("another incarnation of ", member.name, " is a member, and not known to be dead"));
+      } else {
+        visitor = TakeVisitorLocked(member);
+        if (session != nullptr && !held) replaced_.insert(known.value());
+        (held ? visitors_[member.incarnation.value()] : place) = visitor;
+      }
     }
-    auto fresh = std::make_shared<Session>(shared_from_this(), Peer{member, {}});
-    absl::MutexLock lock(&mu_);
-    if (replaced_.contains(member.incarnation.value())) {
-      return pipe->Close(absl::FailedPreconditionError("this incarnation was replaced by a newer one"));
-    }
-    std::shared_ptr<Session>& place = sessions_[member.name];
-    if (place != session) continue;
-    if (session != nullptr) replaced_.insert(known.value());
-    place = std::move(fresh);
+    if (!refused.ok()) return pipe->Close(refused);
+    return visitor->OnAccepted(std::move(pipe));
   }
+}
+
+std::shared_ptr<Session> Hub::TakeVisitorLocked(const base::MemberId& id) {
+  auto found = visitors_.find(id.incarnation.value());
+  if (found == visitors_.end()) return std::make_shared<Session>(shared_from_this(), Peer{id, {}});
+  std::shared_ptr<Session> visitor = std::move(found->second);
+  visitors_.erase(found);
+  return visitor;
+}
+
+void Hub::ForgetDeadVisitors() {
+  std::vector<std::pair<uint64_t, std::shared_ptr<Session>>> dead;
+  {
+    absl::ReaderMutexLock lock(&mu_);
+    dead.assign(visitors_.begin(), visitors_.end());
+  }
+  // Asked without our lock: a session's comes first.
+  dead.erase(std::remove_if(dead.begin(), dead.end(), [](const auto& one) { return !one.second->dead(); }),
+             dead.end());
+  absl::MutexLock lock(&mu_);
+  for (const auto& [incarnation, session] : dead) visitors_.erase(incarnation);
 }
 
 void Hub::Observe(std::function<void(const base::MemberId&, absl::Status)> observer) {
@@ -178,10 +217,12 @@ void Hub::NotifyDead(const base::MemberId& id, const absl::Status& reason) {
 
 void Hub::Clear() {
   absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions;
+  absl::flat_hash_map<uint64_t, std::shared_ptr<Session>> visitors;
   absl::flat_hash_map<MethodId, std::shared_ptr<const Method>> methods;
   std::vector<std::function<void(const base::MemberId&, absl::Status)>> observers;
   absl::MutexLock lock(&mu_);
   sessions.swap(sessions_);
+  visitors.swap(visitors_);
   methods.swap(methods_);
   observers.swap(observers_);
 }

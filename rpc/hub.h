@@ -72,6 +72,10 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void Clear();
 
  private:
+  // The session of the incarnation `id`, which becomes the one of its name: what it had as a visitor, or new.
+  std::shared_ptr<Session> TakeVisitorLocked(const base::MemberId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ForgetDeadVisitors();
+
   AgentOptions options_;
   const std::shared_ptr<BufferPool> buffers_;
   std::atomic<bool> shutting_down_{false};
@@ -84,6 +88,9 @@ class Hub : public std::enable_shared_from_this<Hub> {
   mutable absl::Mutex mu_;
   absl::flat_hash_map<MethodId, std::shared_ptr<const Method>> methods_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions_ ABSL_GUARDED_BY(mu_);
+  // Other incarnations of a name whose session lives, by incarnation. They may call us (to ask to join, and
+  // be told by whom the name is held); we call them once they have the name.
+  absl::flat_hash_map<uint64_t, std::shared_ptr<Session>> visitors_ ABSL_GUARDED_BY(mu_);
   // Incarnations that were replaced: what they still send is refused.
   absl::flat_hash_set<uint64_t> replaced_ ABSL_GUARDED_BY(mu_);
   std::vector<std::function<void(const base::MemberId&, absl::Status)>> observers_ ABSL_GUARDED_BY(mu_);

@@ -73,6 +73,11 @@ absl::StatusOr<Attempt> TryToJoin(Agent* agent, const std::vector<std::string>& 
   absl::Duration meeting = std::min(limit, kLongestMeeting);
   ATOLL_ASSIGN_OR_RETURN(attempt.coordinator,
                          agent->Meet(coordinator, meeting).Wait(meeting + absl::Seconds(1)));
+  if (attempt.coordinator.name == agent->self().name) {
+    return absl::AlreadyExistsError(absl::StrCat(agent->self().ToString(), " (rank ", options.rank.value(),
+                                                 ") cannot join: its name belongs to the coordinator ",
+                                                 attempt.coordinator.ToString()));
+  }
   Payload request;
   request.body = Encode(JoinRequest{options.world_size, options.rank, options.role, agent->addresses()});
   CallOptions call;

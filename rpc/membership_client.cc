@@ -15,6 +15,7 @@ using cluster::Describe;
 using Kind = MembershipEvent::Kind;
 
 constexpr absl::Duration kPollTimeout = absl::Seconds(60);  // Three times what the coordinator holds it.
+constexpr absl::Duration kFarewell = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 
 /// The coordinator itself said that we are no member (it is not that it could not be asked).
@@ -62,6 +63,11 @@ Agent* MembershipClient::agent() const {
   return running() ? agent_ : nullptr;
 }
 
+bool MembershipClient::leaving() const {
+  absl::MutexLock lock(&mu_);
+  return leaving_;
+}
+
 // Events.
 
 void MembershipClient::Poll() {
@@ -92,7 +98,7 @@ void MembershipClient::OnEvents(absl::StatusOr<Received> reply) {
   }
   if (status.ok() || absl::IsDeadlineExceeded(status)) return Poll();
   Agent* agent = this->agent();
-  if (agent == nullptr) return;
+  if (agent == nullptr || leaving()) return;
   if (SaysGone(status) || absl::IsInvalidArgument(status)) return Fail(std::move(status));
   if (!agent->FindPeer(coordinator_.name).has_value()) {
     return Fail(base::Annotate(status, "the coordinator is lost"));
@@ -130,12 +136,22 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
     Fail(absl::UnavailableError(absl::StrCat("the coordinator ", Describe(member), " has left the job")));
     return false;
   } else {
-    agent->RemovePeer(member.id, event.reason);
+    RemovePeer(agent, event);
     ATOLL_LOG(kInfo) << (event.reason.ok() ? absl::StrCat(Describe(member), " left")
                                            : event.reason.message());
   }
   if (!own) Announce(event);
   return true;
+}
+
+void MembershipClient::RemovePeer(Agent* agent, const MembershipEvent& event) {
+  if (!is_coordinator() || event.kind != Kind::kLeft) return agent->RemovePeer(event.member.id, event.reason);
+  // The answer to who leaves may be on its way: the end of the session would destroy it.
+  agent->timer()->At(agent->clock()->Now() + kFarewell, [weak = weak_from_this(), id = event.member.id] {
+    auto self = weak.lock();
+    if (self == nullptr) return;
+    if (Agent* agent = self->agent()) agent->RemovePeer(id, absl::OkStatus());
+  });
 }
 
 void MembershipClient::Announce(MembershipEvent event) {
@@ -202,7 +218,7 @@ void MembershipClient::Beat() {
 }
 
 void MembershipClient::OnBeat(absl::Time sent, const absl::Status& status) {
-  if (SaysGone(status)) return Fail(status);
+  if (SaysGone(status) && !leaving()) return Fail(status);
   if (!status.ok()) return;  // Beat sees how long that lasts.
   absl::MutexLock lock(&mu_);
   confirmed_ = std::max(confirmed_, sent);
@@ -336,6 +352,10 @@ absl::Status MembershipClient::Leave(absl::Duration limit) {
   if (is_coordinator()) {
     status = AwaitOthersGone(limit);
     limit = absl::Seconds(1);
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    leaving_ = true;
   }
   CallOptions options;
   options.timeout = limit;

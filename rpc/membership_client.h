@@ -53,9 +53,12 @@ class MembershipClient : public std::enable_shared_from_this<MembershipClient> {
   bool running() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return error_.ok() && !left_; }
   /// Null when it is over: the agent may be gone.
   Agent* agent() const;
+  /// We asked to leave: that we are no member is then no news.
+  bool leaving() const;
   void Poll();
   void OnEvents(absl::StatusOr<Received> reply);
   bool Apply(const MembershipEvent& event);
+  void RemovePeer(Agent* agent, const MembershipEvent& event);
   void Beat();
   void OnBeat(absl::Time sent, const absl::Status& status);
   void OnPeerDead(const base::MemberId& id, const absl::Status& reason);
@@ -76,6 +79,7 @@ class MembershipClient : public std::enable_shared_from_this<MembershipClient> {
   std::map<base::Rank, MemberInfo> members_ ABSL_GUARDED_BY(mu_);
   uint64_t seen_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status error_ ABSL_GUARDED_BY(mu_);
+  bool leaving_ ABSL_GUARDED_BY(mu_) = false;
   bool left_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::function<void(const MembershipEvent&)>> event_observers_ ABSL_GUARDED_BY(mu_);
   std::vector<std::function<void(absl::Status)>> error_observers_ ABSL_GUARDED_BY(mu_);
