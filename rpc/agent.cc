@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/hub.h"
+#include "atoll/rpc/payload.h"
 #include "atoll/rpc/self_calls.h"
 #include "atoll/rpc/session.h"
 #include "atoll/rpc/wire.h"
@@ -132,7 +133,7 @@ class AgentImpl : public Agent {
       refused = absl::NotFoundError("no such member");
     }
     refused = Explain(refused, to, method);
-    ReturnLoans(std::move(request));
+    ReturnLoans(hub_, std::move(request));
     hub_->ScheduleFailure([on_reply = std::move(on_reply), refused = std::move(refused)]() mutable {
       std::move(on_reply)(std::move(refused));
     });
@@ -148,14 +149,14 @@ class AgentImpl : public Agent {
       hub->ScheduleFailure([promise, result = std::move(result)] { promise.Set(result); });
     };
     if (hub_->shutting_down()) {
-      ReturnLoans(std::move(request));
+      ReturnLoans(hub_, std::move(request));
       done(Explain(absl::CancelledError("this agent is shut down"), to, method));
     } else if (to == self().name) {
       self_calls_->Send(method, std::move(request), std::move(done));
     } else if (std::shared_ptr<Session> session = hub_->FindSession(to)) {
       session->Send(method, std::move(request), std::move(done));
     } else {
-      ReturnLoans(std::move(request));
+      ReturnLoans(hub_, std::move(request));
       done(Explain(absl::NotFoundError("no such member"), to, method));
     }
     return promise.future();
@@ -215,12 +216,6 @@ class AgentImpl : public Agent {
         absl::Status(status.code(), absl::StrCat("calling ", MethodText(method.name, method.version), " on ",
                                                  to, ": ", status.message(), " (ran: no)")),
         base::Ran::kNo);
-  }
-
-  void ReturnLoans(Payload payload) {
-    for (OutTensor& tensor : payload.tensors) {
-      if (tensor.lent && tensor.on_return) hub_->Schedule(std::move(tensor.on_return));
-    }
   }
 
   const std::unique_ptr<base::Clock> own_clock_;

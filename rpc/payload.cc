@@ -74,6 +74,12 @@ Loan::~Loan() {
   if (hub_ != nullptr && on_return_) hub_->Schedule(std::move(on_return_));
 }
 
+void ReturnLoans(const std::shared_ptr<Hub>& hub, Payload payload) {
+  for (OutTensor& tensor : payload.tensors) {
+    if (tensor.lent) Loan returned(hub, std::move(tensor.on_return));
+  }
+}
+
 absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payload) {
   const AgentOptions& options = hub->options();
   Prepared out;

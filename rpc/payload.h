@@ -33,6 +33,9 @@ class Loan {
   absl::AnyInvocable<void()> on_return_;
 };
 
+/// Returns the loans of a payload that goes nowhere.
+void ReturnLoans(const std::shared_ptr<Hub>& hub, Payload payload);
+
 /// A payload made ready: contiguous, copied where it must be, split into inline tensors and those that
 /// travel on their own.
 struct Prepared {

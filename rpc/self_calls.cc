@@ -82,6 +82,7 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
     if (!status.ok()) End(pending, Explain(status, method, base::Ran::kNo));
     return;
   }
+  ReturnLoans(hub_, std::move(request));
   End(pending, Explain(status, method, base::Ran::kNo));
 }
 

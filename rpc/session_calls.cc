@@ -18,11 +18,11 @@ void Session::Call(const MethodId& method, Payload request, CallOptions options,
       self->Fail(std::move(call), status, base::Ran::kNo);
     });
   };
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
+  if (!prepared.ok()) return refuse(prepared.status());
   if (!ValidMethodName(method.name)) {
     return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
   }
-  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
-  if (!prepared.ok()) return refuse(prepared.status());
   absl::Status landing = CheckLanding(options.reply_into);
   if (!landing.ok()) return refuse(landing);
   call->reply_into = std::move(options.reply_into);
@@ -52,11 +52,11 @@ void Session::Send(const MethodId& method, Payload request,
   auto refuse = [&](const absl::Status& status) {
     std::move(on_received)(Explain(status, method, base::Ran::kNo));
   };
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
+  if (!prepared.ok()) return refuse(prepared.status());
   if (!ValidMethodName(method.name)) {
     return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
   }
-  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
-  if (!prepared.ok()) return refuse(prepared.status());
   std::string header =
       EncodeRequest(method, absl::InfiniteDuration(), true, prepared->body, prepared->fields);
   std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), true);

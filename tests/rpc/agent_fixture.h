@@ -3,10 +3,13 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,12 +21,13 @@
 #include <ATen/ops/zeros.h>
 
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "atoll/rpc/agent.h"
 #include "fake_transport.h"
 
 namespace Atoll::rpc {
 
-inline constexpr absl::Duration kHang = absl::Seconds(60);
+inline constexpr absl::Duration kHang = absl::Seconds(40);
 
 enum class Over { kFake, kReal };
 
@@ -69,6 +73,27 @@ class AgentTest : public ::testing::TestWithParam<Over> {
                                 std::move(call.responder).Reply(std::move(reply));
                               })
                     .ok());
+  }
+
+  // Cuts everything between two agents, now.
+  void Cut(const std::string& a, const std::string& b) {
+    if (fake()) return network_->Cut(a, b);
+    // All agents live in this process: so do both ends of every connection.
+    for (int fd = 3; fd < 1024; ++fd) {
+      sockaddr_storage address;
+      socklen_t length = sizeof(address);
+      if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0) shutdown(fd, SHUT_RDWR);
+    }
+  }
+
+  // Waits (with a limit) until `condition` holds.
+  static bool Eventually(const std::function<bool()>& condition) {
+    absl::Time limit = absl::Now() + kHang;
+    while (!condition()) {
+      if (absl::Now() > limit) return false;
+      std::this_thread::yield();
+    }
+    return true;
   }
 
   std::shared_ptr<FakeNetwork> network_ = FakeNetwork::Create();

@@ -47,6 +47,22 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   }
   /// The next `count` reads of tensors copy half of their bytes, and then the pipe is cut.
   void CutReads(int count) { cut_reads_.store(count); }
+  /// While set, reads of tensors copy half and then wait: until it is unset, or the pipe ends.
+  void HoldReads(bool hold) {
+    std::vector<std::shared_ptr<PipeImpl>> pipes;
+    {
+      absl::MutexLock lock(&mu_);
+      hold_reads_ = hold;
+      for (const auto& weak : pipes_) {
+        if (auto pipe = weak.lock()) pipes.push_back(pipe);
+      }
+    }
+    for (const auto& pipe : pipes) pipe->ContinueRead();
+  }
+  int held_reads() const {
+    absl::MutexLock lock(&mu_);
+    return held_reads_;
+  }
   /// While set no connection is made (it fails as a network that is away does).
   void SetUnreachable(bool unreachable) { unreachable_.store(unreachable); }
   uint64_t connects() const { return connects_.load(); }
@@ -133,23 +149,47 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
       Deliver();
     }
     void Read(std::vector<transport::Buffer> into, absl::AnyInvocable<void(absl::Status)> done) override {
-      loop_->Post([self = shared_from_this(), into = std::move(into), done = std::move(done)]() mutable {
+      {
+        absl::MutexLock lock(&network_->mu_);
+        into_ = std::move(into);
+        read_done_ = std::move(done);
+      }
+      ContinueRead();
+    }
+    // One step of a read that waits, if it may go on.
+    void ContinueRead() {
+      loop_->Post([self = shared_from_this()] {
         std::vector<std::string> tensors;
+        std::vector<transport::Buffer> into;
+        absl::AnyInvocable<void(absl::Status)> done;
         absl::Status status;
+        bool half = false;
         {
           absl::MutexLock lock(&self->network_->mu_);
+          if (!self->read_done_) return;
           status = self->closed_;
-          tensors = std::move(self->arriving_);
+          half = status.ok() && self->network_->hold_reads_;
+          into = self->into_;
+          if (half) {
+            tensors = self->arriving_;
+            ++self->network_->held_reads_;
+          } else {
+            tensors = std::move(self->arriving_);
+            done = std::move(self->read_done_);
+            self->read_done_ = nullptr;
+          }
         }
-        if (status.ok() && self->network_->cut_reads_.load() > 0) {
+        bool cut = status.ok() && !half && self->network_->cut_reads_.load() > 0;
+        if (status.ok()) {
+          for (size_t i = 0; i < into.size(); ++i) {
+            std::memcpy(into[i].data, tensors[i].data(), half || cut ? into[i].bytes / 2 : into[i].bytes);
+          }
+        }
+        if (half) return;
+        if (cut) {
           self->network_->cut_reads_.fetch_sub(1);
-          for (size_t i = 0; i < into.size(); ++i)
-            std::memcpy(into[i].data, tensors[i].data(), into[i].bytes / 2);
           status = absl::UnavailableError("the cable was cut in the middle");
           self->Close(status);
-        } else if (status.ok()) {
-          for (size_t i = 0; i < into.size(); ++i)
-            std::memcpy(into[i].data, tensors[i].data(), into[i].bytes);
         }
         std::move(done)(status);
       });
@@ -166,7 +206,11 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
         }
       }
       Deliver();
-      if (other != nullptr) other->Deliver();
+      ContinueRead();
+      if (other != nullptr) {
+        other->Deliver();
+        other->ContinueRead();
+      }
     }
     const transport::PeerInfo& peer() const override { return peer_; }
 
@@ -202,6 +246,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     std::weak_ptr<PipeImpl> other_;
     std::deque<Packet> inbox_;
     std::vector<std::string> arriving_;
+    std::vector<transport::Buffer> into_;
+    absl::AnyInvocable<void(absl::Status)> read_done_;
     absl::AnyInvocable<void(absl::StatusOr<transport::Descriptor>)> waiting_;
     absl::Status closed_;
   };
@@ -285,9 +331,11 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     bool closed_ = false;
   };
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   std::map<std::string, std::weak_ptr<EndpointImpl>> endpoints_ ABSL_GUARDED_BY(mu_);
   std::vector<std::weak_ptr<PipeImpl>> pipes_ ABSL_GUARDED_BY(mu_);
+  bool hold_reads_ ABSL_GUARDED_BY(mu_) = false;
+  int held_reads_ ABSL_GUARDED_BY(mu_) = 0;
   std::atomic<int> cut_reads_{0};
   std::atomic<bool> unreachable_{false};
   std::atomic<uint64_t> connects_{0};
