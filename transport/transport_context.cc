@@ -455,7 +455,7 @@ void TransportContext::CloseOnLoop() {
 
 void TransportContext::join() {
   close();
-  loop_.Stop(kDrainLimit, [engine = engine_] { return engine->traffic.lingering.load() == 0; });
+  loop_.Stop(kDrainLimit, [engine = engine_.get()] { return engine->traffic.lingering.load() == 0; });
   loop_.Join();
 }
 

@@ -32,7 +32,8 @@ inline std::string Fingerprint(const EndpointOptions& server) {
 
 /// How to greet an endpoint with `server` options.
 inline HandshakeConfig RawConfig(const EndpointOptions& server, const std::string& name) {
-  return {server.job, {name, base::NewIncarnation()}, server.key.bytes, Fingerprint(server), kProtocolVersion};
+  return {
+      server.job, {name, base::NewIncarnation()}, server.key.bytes, Fingerprint(server), kProtocolVersion};
 }
 
 template <class T>
