@@ -119,11 +119,7 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
     if (event.number <= seen_) return true;
     if (event.number == seen_ + 1) agent = agent_;
     seen_ = event.number;
-    if (event.kind == Kind::kJoined) {
-      members_[member.rank] = member;
-    } else {
-      members_.erase(member.rank);
-    }
+    if (event.kind != Kind::kJoined) members_.erase(member.rank);
   }
   if (agent == nullptr) {
     Fail(absl::DataLossError("an event of the membership was lost"));
@@ -131,6 +127,11 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
   }
   if (event.kind == Kind::kJoined) {
     if (!own) agent->AddPeer({member.id, member.addresses});
+    {
+      // Only now: who waits until all are there calls them at once.
+      absl::MutexLock lock(&mu_);
+      members_[member.rank] = member;
+    }
     ATOLL_LOG(kInfo) << Describe(member) << " joined";
   } else if (member.id == coordinator_ && !is_coordinator()) {
     Fail(absl::UnavailableError(absl::StrCat("the coordinator ", Describe(member), " has left the job")));
