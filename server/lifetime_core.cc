@@ -36,12 +36,18 @@ void LifetimeCore::OnDead(absl::string_view name, absl::string_view reason, absl
   Forget(name);
 }
 
+void LifetimeCore::OnExpelled(absl::string_view reason) {
+  expelled_ = true;
+  deaths_.push_back(absl::StrCat("we are no member any more: ", reason));
+}
+
 void LifetimeCore::OnStop(absl::Time now) {
   stopping_ = true;
   give_up_ = std::min(give_up_, now + patience_);
 }
 
 LifetimeCore::Verdict LifetimeCore::At(absl::Time now) const {
+  if (expelled_) return Verdict::kFailed;
   if (workers_ > 0 && now < give_up_) return Verdict::kServe;
   if (owner_died_) return Verdict::kFailed;
   if (stopping_) return Verdict::kStopped;

@@ -17,7 +17,8 @@ class LifetimeCore {
   enum class Verdict {
     kServe,    ///< Workers are there.
     kDone,     ///< All workers have gone, at least one of them in order.
-    kFailed,   ///< All workers died, or an owner died and the workers that were left have gone too.
+    kFailed,   ///< All workers died, or an owner died and the workers that were left have gone too (or
+               ///< had their time), or we are no member any more.
     kStopped,  ///< Told to stop, and all workers have gone or the time for that is over.
   };
 
@@ -27,6 +28,8 @@ class LifetimeCore {
   void OnJoined(absl::string_view name, bool is_worker);
   void OnLeft(absl::string_view name);
   void OnDead(absl::string_view name, absl::string_view reason, absl::Time now);
+  /// The job has declared us dead, or lost its coordinator: nobody will come or go any more.
+  void OnExpelled(absl::string_view reason);
   void OnStop(absl::Time now);
 
   Verdict At(absl::Time now) const;
@@ -45,6 +48,7 @@ class LifetimeCore {
   int left_in_order_ = 0;
   bool stopping_ = false;
   bool owner_died_ = false;
+  bool expelled_ = false;
   absl::Time give_up_ = absl::InfiniteFuture();
   std::vector<std::string> deaths_;
 };

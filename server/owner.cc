@@ -14,19 +14,23 @@
 namespace Atoll::server {
 
 struct Owner::Watch {
-  explicit Watch(const OwnerOptions& options) : core(options.patience), say(options.say) {}
+  Watch(std::string own_name, const OwnerOptions& options)
+      : self(std::move(own_name)), core(options.patience), say(options.say) {}
 
   /// What Run waits for: something new, or its own time.
   bool Changed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) { return changed; }
 
+  const std::string self;
   const base::RealClock clock;
   absl::Mutex mu;
+  bool over ABSL_GUARDED_BY(mu) = false;  // We are leaving: what comes now is no news.
   LifetimeCore core ABSL_GUARDED_BY(mu);
   bool changed ABSL_GUARDED_BY(mu) = false;
   const std::function<void(absl::string_view)> say ABSL_GUARDED_BY(mu);
 
   void OnEvent(const rpc::MembershipEvent& event) {
     absl::MutexLock lock(&mu);
+    if (over) return;
     const std::string& name = event.member.id.name;
     switch (event.kind) {
       case rpc::MembershipEvent::Kind::kJoined:
@@ -38,6 +42,10 @@ struct Owner::Watch {
         say(absl::StrCat(name, " left"));
         break;
       case rpc::MembershipEvent::Kind::kDead:
+        if (name == self) {
+          core.OnExpelled(event.reason.message());
+          break;
+        }
         core.OnDead(name, event.reason.message(), clock.Now());
         say(absl::StrCat(name, " died: ", event.reason.message(), "; ", core.workers_here(),
                          " workers go on"));
@@ -54,7 +62,7 @@ absl::StatusOr<std::unique_ptr<Owner>> Owner::Start(const cluster::Launch& launc
   options.node.before_join = [](rref::ObjectSpace& objects, rpc::Agent& agent) {
     return shard_optim::RegisterShardClass(objects, agent);
   };
-  auto watch = std::make_shared<Watch>(options);
+  auto watch = std::make_shared<Watch>(launch.name, options);
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<rref::Node> node, rref::Node::Start(launch, options.node));
   {
     // Under the lock, so that no event is handled before those who are here are known.
@@ -100,6 +108,7 @@ absl::Status Owner::Run() {
                                   std::max(wait, absl::ZeroDuration()));
     }
     what_failed = watch_->core.WhatFailed();
+    watch_->over = true;
   }
   SayFacts();
   const absl::Status left = node_->Stop(options_.patience);

@@ -140,9 +140,8 @@ class Progress:
 
     def update(self, event):
         self.latest[event["name"]] = event
-        first = min(self.latest)  # worker0, while it lives.
-        if event["name"] != first:
-            return
+        if event["name"] != "worker0":
+            return  # Its figures count when worker0 reports.
         text = self.text(event)
         if self.terminal:
             width = shutil.get_terminal_size().columns

@@ -29,7 +29,9 @@ class Jobs(JobTest):
         self.assertEqual(sum(shard["parameters"] for shard in shards), first["parameters"])
         for shard in shards:
             self.assertEqual(shard["steps"], 96)
-            self.assertEqual(shard["state_bytes"], 8 * shard["parameters"])
+            # Two floats a parameter, and a step count for each piece of one.
+            self.assertGreater(shard["state_bytes"], 8 * shard["parameters"])
+            self.assertLess(shard["state_bytes"], 8 * shard["parameters"] + 1000)
         for index in (0, 1):
             with open(os.path.join(self.folder, f"worker{index}.json"), encoding="utf-8") as file:
                 written = json.load(file)

@@ -65,6 +65,13 @@ TEST(LifetimeCoreTest, AnOwnersDeathGivesTheWorkersSomeTime) {
   EXPECT_EQ(core.At(kStart), Verdict::kFailed);
 }
 
+TEST(LifetimeCoreTest, FailedWhenWeAreNoMemberAnyMore) {
+  LifetimeCore core = TwoWorkersTwoOwners();
+  core.OnExpelled("silent for 10s");
+  EXPECT_EQ(core.At(kStart), Verdict::kFailed);
+  EXPECT_THAT(core.WhatFailed(), HasSubstr("no member any more: silent for 10s"));
+}
+
 TEST(LifetimeCoreTest, StopWaitsForWorkersButNotForEver) {
   LifetimeCore core = TwoWorkersTwoOwners();
   core.OnStop(kStart);
