@@ -30,4 +30,16 @@ absl::Status Session::Leave(absl::Duration limit) {
 int Session::worker_index() const { return node_->launch().rank - node_->launch().owners; }
 int Session::worker_count() const { return node_->launch().world_size - node_->launch().owners; }
 
+absl::Status Session::ClaimModel(absl::string_view name) {
+  absl::MutexLock lock(&mu_);
+  if (models_.insert(std::string(name)).second) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat("this session has a trainer of model '", name,
+                                               "' already; another model needs another name"));
+}
+
+void Session::ReleaseModel(absl::string_view name) {
+  absl::MutexLock lock(&mu_);
+  models_.erase(std::string(name));
+}
+
 }  // namespace Atoll::client

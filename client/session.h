@@ -3,8 +3,14 @@
 
 #include <atomic>
 #include <memory>
+#include <string>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "atoll/cluster/launch.h"
 #include "atoll/rref/node.h"
 
@@ -29,10 +35,16 @@ class Session {
   int worker_index() const;
   int worker_count() const;
 
+  /// One trainer a model: a second would answer for the same worker. AlreadyExists.
+  absl::Status ClaimModel(absl::string_view name);
+  void ReleaseModel(absl::string_view name);
+
  private:
   explicit Session(std::unique_ptr<rref::Node> node);
   std::unique_ptr<rref::Node> node_;
   std::atomic<bool> left_{false};
+  absl::Mutex mu_;
+  absl::flat_hash_set<std::string> models_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace Atoll::client

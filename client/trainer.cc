@@ -53,7 +53,7 @@ class TrainerImpl : public Trainer {
   const ParameterSet& parameters() const { return exchange_->parameters(); }
   const shard_optim::Layout& layout() const { return exchange_->layout(); }
 
-  absl::Status InstallHooks();
+  absl::Status InstallHooks(const ParameterSet& parameters);
   void RemoveHooks();
   absl::Status Usable() const;
 
@@ -69,7 +69,9 @@ class TrainerImpl : public Trainer {
   Session& session_;
   TrainerOptions options_;
   std::shared_ptr<Exchange> exchange_;
-  int hooked_ = 0;  // Parameters that have our hook: the first so many.
+  bool claimed_ = false;                                        // The model's name is ours in the session.
+  bool registered_ = false;                                     // Owners know us.
+  std::vector<at::Tensor> hooked_;                              // Have our hook.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // Watched by callbacks of backward.
   bool left_ = false;
   absl::Status failed_;  // Of the last step, until Refresh.
@@ -100,15 +102,17 @@ absl::Status TrainerImpl::Start(const NamedTensors& named) {
   arguments.policy = options_.policy;
   ATOLL_ASSIGN_OR_RETURN(shard_optim::Layout layout,
                          shard_optim::Layout::Create(arguments.parameters, arguments.layout));
+  ATOLL_RETURN_IF_ERROR(session_.ClaimModel(options_.name));
+  claimed_ = true;
+  ATOLL_RETURN_IF_ERROR(InstallHooks(parameters));
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<ShardSet> shards,
                          ShardSet::Open(session_, arguments, options_.attach_limit));
   Exchange::Limits limits;
   limits.window_bytes = options_.window_bytes;
   exchange_ = std::make_shared<Exchange>(std::move(layout), std::move(parameters), std::move(shards), limits);
-  ATOLL_RETURN_IF_ERROR(InstallHooks());
-
   ATOLL_ASSIGN_OR_RETURN(auto registered,
                          Register(exchange_->shards(), session_.worker_index(), options_.attach_limit));
+  registered_ = true;
   const bool load = std::any_of(registered.begin(), registered.end(), [](const auto& r) { return r.load; });
   ATOLL_ASSIGN_OR_RETURN(step_, JoinRoster(exchange_->shards(), registered, options_.attach_limit));
   const absl::Duration limit = std::max(options_.attach_limit, round_limit()) + kMargin;
@@ -118,28 +122,26 @@ absl::Status TrainerImpl::Start(const NamedTensors& named) {
   return pulled.status();
 }
 
-absl::Status TrainerImpl::InstallHooks() {
-  for (int i = 0; i < parameters().count(); ++i) {
+absl::Status TrainerImpl::InstallHooks(const ParameterSet& parameters) {
+  for (int i = 0; i < parameters.count(); ++i) {
     absl::Status status = InstallGradientHook(
-        parameters().tensor(i), [this, i](at::Tensor gradient) { OnGradient(i, std::move(gradient)); });
-    if (!status.ok()) {
-      return base::Annotate(status, absl::StrCat("parameter '", parameters().name(i), "'"));
-    }
-    ++hooked_;
+        parameters.tensor(i), [this, i](at::Tensor gradient) { OnGradient(i, std::move(gradient)); });
+    if (!status.ok()) return base::Annotate(status, absl::StrCat("parameter '", parameters.name(i), "'"));
+    hooked_.push_back(parameters.tensor(i));
   }
   return absl::OkStatus();
 }
 
 void TrainerImpl::RemoveHooks() {
-  for (int i = 0; i < hooked_; ++i) RemoveGradientHook(parameters().tensor(i));
-  hooked_ = 0;
+  for (const at::Tensor& parameter : hooked_) RemoveGradientHook(parameter);
+  hooked_.clear();
 }
 
 TrainerImpl::~TrainerImpl() {
   alive_.reset();
-  if (exchange_ == nullptr) return;
   RemoveHooks();
-  if (left_ || !session_.active()) return;
+  if (claimed_) session_.ReleaseModel(options_.name);
+  if (!registered_ || left_ || !session_.active()) return;
   shard_optim::Leave request;
   request.after_step = phase_ == Phase::kLanding ? step_ : step_ - 1;
   auto left = exchange_->shards().CallAll<shard_optim::Leave>({request}, kLeaveLimit);

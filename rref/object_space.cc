@@ -148,7 +148,7 @@ void Space::HandleCreate(rpc::ServerCall call) {
   absl::StatusOr<ForkCore::Begin> begin;
   {
     absl::MutexLock lock(&mu_);
-    begin = [&]() -> absl::StatusOr<ForkCore::Begin> {
+    begin = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::StatusOr<ForkCore::Begin> {
       ATOLL_RETURN_IF_ERROR(CheckCallerLocked(request->fork, call.caller));
       auto found = classes_.find(request->class_name);
       if (found == classes_.end()) {
@@ -190,12 +190,13 @@ void Space::Make(const base::ObjectId& id, const std::string& class_name, const 
       return;  // Close has answered.
     }
     ForkCore::Finished finished = core_.FinishCreate(id, object.ok());
-    auto answer = [&](const base::ForkId& fork, absl::StatusOr<base::ObjectId> result) {
-      auto waiting = waiting_.find(fork);
-      if (waiting == waiting_.end()) return;
-      replies.emplace_back(std::move(waiting->second), std::move(result));
-      waiting_.erase(waiting);
-    };
+    auto answer = [&](const base::ForkId& fork, absl::StatusOr<base::ObjectId> result)
+                      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                        auto waiting = waiting_.find(fork);
+                        if (waiting == waiting_.end()) return;
+                        replies.emplace_back(std::move(waiting->second), std::move(result));
+                        waiting_.erase(waiting);
+                      };
     for (const base::ForkId& fork : finished.holders) answer(fork, id);
     for (const base::ForkId& fork : finished.abandoned) {
       answer(fork, object.ok() ? absl::CancelledError("the reference was given up") : object.status());
@@ -216,7 +217,7 @@ void Space::HandleFind(rpc::ServerCall call) {
   absl::StatusOr<ForkCore::Begin> begin;
   {
     absl::MutexLock lock(&mu_);
-    begin = [&]() -> absl::StatusOr<ForkCore::Begin> {
+    begin = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::StatusOr<ForkCore::Begin> {
       ATOLL_RETURN_IF_ERROR(CheckCallerLocked(request->fork, call.caller));
       return core_.Find(request->fork, call.caller, request->pinned_name);
     }();

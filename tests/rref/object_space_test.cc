@@ -149,6 +149,7 @@ TEST_F(ObjectSpaceTest, RacingCreatorsGetOneObject) {
   }
   EXPECT_EQ(record_.made(), 1);
   EXPECT_EQ(owner_->objects->List()[0].holders.size(), 4u);
+  futures.clear();  // They hold the references too.
   rrefs.clear();
   EXPECT_EQ(record_.alive(), 1);  // Its name holds it.
   auto found = ann_->objects->Find("owner", "shared").Wait(kHang);
@@ -189,6 +190,7 @@ TEST_F(ObjectSpaceTest, AnOwnersDeathFailsCallsWithItsName) {
   EXPECT_EQ(reply.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(reply.status().message()), HasSubstr(owner.ToString()));
   EXPECT_EQ(base::GetRan(reply.status()), base::Ran::kNo);
+  owner_->agent->RemovePeer(ann_->agent->self(), absl::OkStatus());  // Else its end waits for ann's.
 }
 
 TEST_F(ObjectSpaceTest, OwnersMayHoldTheirOwn) {
