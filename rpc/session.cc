@@ -36,6 +36,8 @@ SessionCore::Failure FailureOf(const absl::Status& status) {
       // transport puts errno's own text in; every other reason may pass.
       return absl::StrContains(status.message(), "refused") ? SessionCore::Failure::kRefused
                                                             : SessionCore::Failure::kTransient;
+    case absl::StatusCode::kCancelled:  // Our own endpoint is closed.
+      return SessionCore::Failure::kFatal;
     default:
       return SessionCore::Failure::kTransient;
   }
@@ -238,11 +240,14 @@ void Session::Finish(const absl::Status& reason) {
                         << "; calls_in_flight=" << calls.size();
   }
   for (const PipePtr& pipe : pipes) PipeClosed(pipe, reason);
-  hub_->ScheduleFailure([self = shared_from_this(), calls = std::move(calls), reason, notify, id]() mutable {
-    for (std::unique_ptr<PendingCall>& call : calls) {
-      base::Ran ran = RanUnanswered(*call);
-      self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), reason, ran);
-    }
+  // While the requests that were dropped are still there: whether they were sent.
+  std::vector<std::pair<std::unique_ptr<ClientCall>, base::Ran>> ended;
+  for (std::unique_ptr<PendingCall>& call : calls) {
+    base::Ran ran = RanUnanswered(*call);
+    ended.emplace_back(static_cast<ClientCall*>(call.release()), ran);
+  }
+  hub_->ScheduleFailure([self = shared_from_this(), ended = std::move(ended), reason, notify, id]() mutable {
+    for (auto& [call, ran] : ended) self->Fail(std::move(call), reason, ran);
     if (notify) self->hub_->NotifyDead(id, reason);
   });
 }

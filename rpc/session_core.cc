@@ -380,7 +380,11 @@ void SessionCore::Die(absl::Status status) {
 void SessionCore::SayBye() {
   if (dead_) return;
   leaving_ = true;
-  if (open(Lane::kControl)) Emit(Action::Kind::kBye, Lane::kControl);
+  for (Lane lane : kLanes) {
+    if (!open(lane)) continue;
+    Emit(Action::Kind::kBye, lane);
+    return;
+  }
 }
 
 bool SessionCore::drained() const { return unacked_count() == 0 && queued_count() == 0; }

@@ -125,8 +125,8 @@ class SessionCore {
 
   /// Ends the session: every message is dropped, pipes close.
   void Die(absl::Status status);
-  /// Tells the other side that we leave; it closes the pipes. Without a control pipe it does nothing. No pipe
-  /// is opened any more.
+  /// Tells the other side that we leave, on a pipe if one is open; it then closes them. No pipe is opened any
+  /// more.
   void SayBye();
   bool dead() const { return dead_; }
   const absl::Status& death() const { return death_; }

@@ -124,6 +124,7 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
   }
   switch (verdict) {
     case SessionCore::Verdict::kStale:
+      Drain();
       return false;
     case SessionCore::Verdict::kGap:
       Violation(pipe, absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early")));
@@ -145,33 +146,35 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   const Prefix& prefix = in->header.prefix;
   const Lane lane = in->pipe->lane;
   absl::Status status;
-  bool repeated = false;
+  SessionCore::Verdict verdict = SessionCore::Verdict::kStale;
+  bool waits = false;
   {
     absl::MutexLock lock(&mu_);
     status = core_.OnAcks(prefix.acks, hub_->Now());
-    SessionCore::Verdict verdict = core_.OnAnnounced(in->pipe->id, lane, prefix.number);
+    verdict = core_.OnAnnounced(in->pipe->id, lane, prefix.number);
     if (verdict == SessionCore::Verdict::kGap) {
       status = absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early"));
     }
-    if (verdict == SessionCore::Verdict::kStale) return;
     Landing& landing = landings_[static_cast<size_t>(lane)];
-    if (status.ok()) {
-      if (landing.busy) {
-        // A pipe that was cut still writes into the memory; this one goes on when that has ended.
-        landing.waiting = std::move(in);
-        return;
-      }
-      repeated = verdict == SessionCore::Verdict::kDuplicate;
+    if (status.ok() && verdict != SessionCore::Verdict::kStale) {
+      waits = landing.busy;
       landing.busy = true;
-      if (!repeated && landing.request && landing.number == prefix.number && prefix.what == What::kRequest &&
-          CheckMatch(landing.tensors, in->header.tensors, "").ok()) {
-        in->tensors = std::move(landing.tensors);
-        in->refusal = landing.refusal;
+      if (waits) {
+        // A pipe that was cut still writes into the memory; this one goes on when that has ended.
+        landing.waiting = in;
+      } else {
+        if (verdict == SessionCore::Verdict::kNew && landing.request && landing.number == prefix.number &&
+            prefix.what == What::kRequest && CheckMatch(landing.tensors, in->header.tensors, "").ok()) {
+          in->tensors = std::move(landing.tensors);
+          in->refusal = landing.refusal;
+        }
+        landing.tensors.clear();
       }
-      landing.tensors.clear();
     }
   }
+  if (verdict == SessionCore::Verdict::kStale || waits) return Drain();
   if (!status.ok()) return Violation(in->pipe, status);
+  const bool repeated = verdict == SessionCore::Verdict::kDuplicate;
   if (in->tensors.empty() && !repeated) PrepareLanding(*in);
   if (in->tensors.empty()) {
     // Nobody wants it: it is read only to get behind it.

@@ -39,6 +39,18 @@ int CountEntries(const char* path) {
   return count;
 }
 
+// What the descriptors of this process are, for the text of a failure.
+std::string DescribeFiles() {
+  std::string text;
+  for (int fd = 0; fd < 1024; ++fd) {
+    char target[256];
+    ssize_t length = readlink(absl::StrCat("/proc/self/fd/", fd).c_str(), target, sizeof(target));
+    if (length > 0)
+      absl::StrAppend(&text, fd, "=", absl::string_view(target, static_cast<size_t>(length)), " ");
+  }
+  return text;
+}
+
 int CountText(const std::string& text, const std::string& part) {
   int count = 0;
   for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
@@ -416,7 +428,7 @@ TEST_P(AgentFailureTest, TwentyLivesLeaveNothingBehind) {
   int files = CountEntries("/proc/self/fd");
   int threads = CountEntries("/proc/self/task");
   for (int i = 0; i < 20; ++i) live();
-  EXPECT_EQ(CountEntries("/proc/self/fd"), files);
+  EXPECT_EQ(CountEntries("/proc/self/fd"), files) << DescribeFiles();
   EXPECT_TRUE(Eventually([&] { return CountEntries("/proc/self/task") <= threads; }));
 }
 
