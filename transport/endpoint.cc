@@ -67,6 +67,7 @@ class EndpointImpl final : public Endpoint {
   void Join() override;
 
  private:
+  void OnBroken();
   void MakeCore();
   void ListAddresses(bool with_unix, const SocketAddress& unix_address);
   void AcceptNext();
@@ -86,6 +87,7 @@ class EndpointImpl final : public Endpoint {
 
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool broken_ ABSL_GUARDED_BY(mu_) = false;
   bool on_pipe_set_ ABSL_GUARDED_BY(mu_) = false;
   std::unique_ptr<base::ThreadPool> resolver_ ABSL_GUARDED_BY(mu_);  // Started by the first host name.
   absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe_;          // Loop only.
@@ -104,6 +106,7 @@ absl::Status EndpointImpl::Start() {
   }
   engine_ = std::make_shared<Engine>();
   ATOLL_ASSIGN_OR_RETURN(engine_->loop, Loop::Create("atoll-transport"));
+  engine_->loop->OnException([this](const char*) { OnBroken(); });
   TransportContext::Options transport;
   transport.handshake.job = options_.job;
   transport.handshake.self = options_.self;
@@ -130,6 +133,17 @@ absl::Status EndpointImpl::Start() {
   ATOLL_RETURN_IF_ERROR(transport_->Serve(std::move(tcp), bound_));
   if (unix_socket.valid()) ATOLL_RETURN_IF_ERROR(transport_->Serve(std::move(unix_socket), unix_address));
   return absl::OkStatus();
+}
+
+// TensorPipe threw in a thread of ours, which no checked message makes it do. Its context is stuck from then
+// on: it runs nothing, not even its own end. So every connection is cut, the peers learn it and
+// reconnect elsewhere, and Join does not wait for it.
+void EndpointImpl::OnBroken() {
+  {
+    absl::MutexLock lock(&mu_);
+    broken_ = true;
+  }
+  if (transport_ != nullptr) transport_->close();
 }
 
 void EndpointImpl::MakeCore() {
@@ -293,6 +307,16 @@ void EndpointImpl::Join() {
     resolver = std::move(resolver_);
   }
   resolver.reset();
+  bool broken;
+  {
+    absl::MutexLock lock(&mu_);
+    broken = broken_;
+  }
+  if (broken && core_ != nullptr) {
+    // Its destructor would wait for ever: it is given up.
+    new std::shared_ptr<tensorpipe::Context>(std::move(core_));
+    core_.reset();
+  }
   if (core_ != nullptr) core_->join();
   transport_->join();
 }
