@@ -62,6 +62,7 @@ class PackagingTest(unittest.TestCase):
         needed, run_path = dynamic(path)
         foreign = [n for n in needed if re.match(r'lib(absl|gtest|gmock|tensorpipe|nop|uv|atoll)', n)]
         self.assertEqual(foreign, [], f'{path} needs libraries that another machine may lack')
+        self.assertNotIn('', run_path.split(':')[1:], f'{path} looks for libraries in the current folder')
         if any(n.startswith('libtorch') for n in needed):
             self.assertIn(os.path.join(arguments.torch, 'lib'), run_path.split(':'))
             self.assertFalse([n for n in needed if 'cuda' in n], f'{path} cannot start without CUDA')

@@ -39,7 +39,7 @@ absl::Status Train(int port) {
   auto trainer = Atoll::client::Trainer::Attach(**session, {{{"w", w}}}, options);
   if (!trainer.ok()) return trainer.status();
   for (int step = 1; step <= 2; ++step) {
-    (w * w).sum().backward();
+    w.mul(w).sum().backward();
     auto result = (*trainer)->Step();
     if (!result.ok()) return result.status();
     if (result->step != step || result->contributors != 1) return absl::InternalError("not the step it was");
