@@ -14,8 +14,7 @@
 //   unsharded one (its scalar tail is the last numel mod 8 elements of a parameter).
 // - A bucket becomes final at once on a worker: a parameter of small_parameter_bytes or more is its own, runs
 //   of smaller neighbours are gathered up to chunk_bytes.
-// - A chunk is what one call carries: at most chunk_bytes, in one bucket, of one owner. On the wire a chunk
-// is
+// - A chunk is what one call carries: at most chunk_bytes, in one bucket, of one owner. On the wire it is
 //   one contiguous float tensor of chunk.elements() elements: flat_begin .. flat_end of flat space, the gaps
 //   between its segments included (what a gradient has there is ignored), so segment s lies at
 //   s.flat_begin - chunk.flat_begin. A chunk of one large parameter is exactly a slice of its storage.

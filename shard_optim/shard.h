@@ -1,9 +1,7 @@
 // One owner's shard of a model: serves the methods of messages.h.
 //
-//   rref / a test ── Handle ──> decode ──> serial executor ──> RoundCore decides ──> ChunkStore folds,
-//   applies
-//                 <── reply ──────────────────────────────────────┘ (now, or when the round and the landing
-//                 are there)
+//   rref / a test ── Handle ──> decode ──> serial executor ──> RoundCore decides ──> ChunkStore folds, applies
+//                 <── reply ─────────────────────────────────────┘ (now, or when round and landing are there)
 //
 // Held by shared_ptr. Handle, Allocate and OnPeerGone may be called from any thread; all the rest runs on the
 // shard's serial executor. Replies run there too, without a lock. Knows no network: ShardObject

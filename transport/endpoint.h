@@ -34,8 +34,7 @@ struct EndpointOptions {
   bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
   bool enable_cuda = true;  ///< Buffers on GPUs, where there is a driver: brings LibTorch's CUDA half in.
   /// Path of libatoll_cuda.so, of which a process has one: the first endpoint's. Empty: beside the
-  /// executable, in
-  /// ../lib from there, or where the system looks.
+  /// executable, in ../lib from there, or where the system looks.
   std::string cuda_library;
 
   absl::Duration handshake_limit = absl::Seconds(10);  ///< A stranger is cut off after this.
