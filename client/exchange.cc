@@ -85,10 +85,10 @@ void Exchange::Push(const Step& step, int chunk, at::Tensor gradient, std::strin
     absl::MutexLock lock(&mu_);
     core_.Sent(chunk);
     admitted = AdmitLocked(gradient.defined() ? gradient.nbytes() : 0);
-    if (admitted && gradient.defined()) {
+    if (admitted) {
       pending_[chunk] = Pending{step, gradient, defined};
       pending_order_.push_back(chunk);
-      pending_bytes_ += gradient.nbytes();
+      pending_bytes_ += gradient.defined() ? gradient.nbytes() : 0;
       // What was received long ago will not be refused any more. Gathered ones are only borrowed from
       // staging.
       while (pending_bytes_ > limits_.retained_bytes && pending_order_.size() > 1) {
@@ -160,7 +160,8 @@ void Exchange::Resend(int chunk) {
 
 void Exchange::ForgetLocked(int chunk) {
   if (!pending_[chunk].has_value()) return;
-  pending_bytes_ -= pending_[chunk]->gradient.nbytes();
+  const at::Tensor& gradient = pending_[chunk]->gradient;
+  pending_bytes_ -= gradient.defined() ? gradient.nbytes() : 0;
   pending_[chunk].reset();
   auto at = std::find(pending_order_.begin(), pending_order_.end(), chunk);
   if (at != pending_order_.end()) pending_order_.erase(at);
