@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "atoll/cluster/job_key.h"
 #include "atoll/cluster/launch.h"
 #include "atoll/rref/node.h"
 
@@ -21,7 +22,7 @@ class Session {
  public:
   /// Joins as the worker that `launch` says, and waits until the whole job is there. Errors: what is wrong
   /// with the launch (its own status is passed on; InvalidArgument for a rank that is no worker, or a job
-  /// without one), and those of rref::Node::Start.
+  /// without owners), what EnsureJobKey says of a missing key, and those of rref::Node::Start.
   static absl::StatusOr<std::unique_ptr<Session>> Join(absl::StatusOr<cluster::Launch> launch,
                                                        rref::NodeOptions options = {});
   ~Session();
@@ -40,8 +41,9 @@ class Session {
   void ReleaseModel(absl::string_view name);
 
  private:
-  explicit Session(std::unique_ptr<rref::Node> node);
-  std::unique_ptr<rref::Node> node_;
+  Session(std::unique_ptr<cluster::SharedKeyFile> key_file, std::unique_ptr<rref::Node> node);
+  const std::unique_ptr<cluster::SharedKeyFile> key_file_;  // Of a job on one host without a key of its own.
+  const std::unique_ptr<rref::Node> node_;
   std::atomic<bool> left_{false};
   absl::Mutex mu_;
   absl::flat_hash_set<std::string> models_ ABSL_GUARDED_BY(mu_);
