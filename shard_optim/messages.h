@@ -7,11 +7,11 @@
 //
 //   1. Create(owner, kShardClass, {ShardArguments}, ShardName(model))   get-or-create, pinned by name
 //   2. Attach          answered once worker_count workers have attached (or, before its deadline, with
-//                      DeadlineExceeded naming who is missing). Tells: load values? joined already? next step.
+//                      DeadlineExceeded naming who is missing). Tells: load values? joined? next step.
 //   3. Load            every chunk of the owner, if Attach's reply said so (worker 0, at the beginning).
 //   4. Join            only if Attach said joined == false (a restarted or additional worker): from_step is
-//                      the largest next_step of all owners, plus 1; where one refuses, again on ALL owners with
-//                      its larger next_step (an earlier acceptance is moved). Sync and async alike.
+//                      the largest next_step of all owners, plus 1; where one refuses, again on ALL owners
+//                      with its larger next_step (an earlier acceptance is moved). Sync and async alike.
 //   5. Pull            every chunk, min_step = first step - 1 (0 at the beginning; async: always 0).
 //   6. per step s      PushGradient for each chunk as it becomes final, in any order; after backward
 //                      OpenLanding(s) on each owner; the pushes' replies bring the new chunks.
@@ -24,8 +24,8 @@
 //   AlreadyExists       the worker's index is taken by another living member; values are loaded already;
 //   ResourceExhausted   too many contributions are parked: nothing was taken; push the same again after
 //                       another reply has come (or a pause);
-//   DeadlineExceeded    the round's limit passed; names the missing workers. The round is open again under the
-//                       same number: chunks that were applied in it answer a repeated push with their value,
+//   DeadlineExceeded    the round's limit passed; names the missing workers. The round is open again under
+//                       the same number: chunks that were applied in it answer a repeated push with their value,
 //                       the others expect everyone's contribution anew;
 //   Aborted             the same push came again: the later call gets the answer;
 //   Unavailable         the shard is being destroyed.
