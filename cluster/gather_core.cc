@@ -141,7 +141,8 @@ GatherCore::Answers GatherCore::Fail(Gather& gather, absl::Status failure) {
 
 GatherCore::Answers GatherCore::MemberGone(const Member& member, const std::string& why) {
   Answers answers;
-  for (auto& [key, generations] : gathers_) {
+  for (auto& [name, generations] : gathers_) {
+    const auto& key = name;  // clang 14 captures no structured binding.
     for (Gather& gather : generations) {
       auto seat = std::find_if(gather.seats.begin(), gather.seats.end(),
                                [&](const Seat& one) { return !one.arrived && Sits(key, one, member); });

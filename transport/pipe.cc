@@ -196,18 +196,18 @@ void PipeImpl::Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Stat
   absl::Status refused;
   {
     absl::MutexLock lock(&state_->mu);
-    const std::vector<Descriptor::Tensor>& announced = state_->announced;
     if (state_->reading != State::Reading::kAnnounced) {
       refused = absl::FailedPreconditionError("Read without a descriptor that announced tensors");
-    } else if (into.size() != announced.size()) {
-      refused = absl::InvalidArgumentError(
-          absl::StrCat(announced.size(), " tensors are announced, ", into.size(), " buffers were given"));
+    } else if (into.size() != state_->announced.size()) {
+      refused = absl::InvalidArgumentError(absl::StrCat(state_->announced.size(), " tensors are announced, ",
+                                                        into.size(), " buffers were given"));
     }
     for (size_t i = 0; refused.ok() && i < into.size(); ++i) {
-      if (into[i].bytes != announced[i].bytes || !(into[i].device == announced[i].target)) {
-        refused = absl::InvalidArgumentError(absl::StrCat(
-            "tensor ", i, " has ", announced[i].bytes, " bytes for ", DeviceName(announced[i].target),
-            ", its buffer ", into[i].bytes, " on ", DeviceName(into[i].device)));
+      if (into[i].bytes != state_->announced[i].bytes || !(into[i].device == state_->announced[i].target)) {
+        refused = absl::InvalidArgumentError(
+            absl::StrCat("tensor ", i, " has ", state_->announced[i].bytes, " bytes for ",
+                         DeviceName(state_->announced[i].target), ", its buffer ", into[i].bytes, " on ",
+                         DeviceName(into[i].device)));
         break;
       }
       absl::StatusOr<tensorpipe::Buffer> wrapped = state_->Wrap(into[i]);
