@@ -23,6 +23,15 @@ struct Unit {};
 template <class T>
 class Future;
 
+/// A value that is bound to the thread that takes it (tensors whose order is that thread's streams') is told
+/// so there, if it has a member OnConsumed.
+template <class T>
+void TellConsumed(const absl::StatusOr<T>& result) {
+  if constexpr (requires(const T& value) { value.OnConsumed(); }) {
+    if (result.ok()) result->OnConsumed();
+  }
+}
+
 template <class T>
 class Promise {
  public:
@@ -37,6 +46,7 @@ class Promise {
       state_->result.emplace(std::move(result));
       callbacks.swap(state_->callbacks);
     }
+    if (!callbacks.empty()) TellConsumed(state_->Final());
     for (Callback& callback : callbacks) std::move(callback)(state_->Final());
     return true;
   }
@@ -52,6 +62,7 @@ class Promise {
     }
     if (callbacks.empty()) return true;
     executor->Schedule([state = state_, callbacks = std::move(callbacks)]() mutable {
+      TellConsumed(state->Final());
       for (Callback& callback : callbacks) std::move(callback)(state->Final());
     });
     return true;
@@ -83,11 +94,14 @@ class Future {
           "every thread of the pool waits: more nested calls than its max_threads");
     }
     auto done = [state = state_.get()]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return state->result.has_value(); };
-    absl::MutexLock lock(&state_->mu);
-    if (!state_->mu.AwaitWithTimeout(absl::Condition(&done), limit)) {
-      return absl::DeadlineExceededError(absl::StrCat("no result within ", absl::FormatDuration(limit)));
+    {
+      absl::MutexLock lock(&state_->mu);
+      if (!state_->mu.AwaitWithTimeout(absl::Condition(&done), limit)) {
+        return absl::DeadlineExceededError(absl::StrCat("no result within ", absl::FormatDuration(limit)));
+      }
     }
-    return *state_->result;
+    TellConsumed(state_->Final());
+    return state_->Final();
   }
   bool ready() const {
     absl::MutexLock lock(&state_->mu);
@@ -103,6 +117,7 @@ class Future {
         return;
       }
     }
+    TellConsumed(state_->Final());
     std::move(callback)(state_->Final());
   }
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "atoll/base/log.h"
+#include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
 #include "atoll/rpc/payload.h"
 #include "atoll/rpc/self_calls.h"
@@ -239,6 +240,7 @@ absl::StatusOr<std::unique_ptr<Agent>> Agent::Start(AgentOptions options) {
   if (options.window_bytes == 0 || options.queue_bytes == 0) {
     return absl::InvalidArgumentError("window_bytes and queue_bytes must not be 0");
   }
+  ATOLL_RETURN_IF_ERROR(CheckDeviceMaps(options.device_maps, GpuCount()));
   std::unique_ptr<base::Clock> own_clock;
   if (options.clock == nullptr) {
     own_clock = std::make_unique<base::RealClock>();

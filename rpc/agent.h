@@ -11,12 +11,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
@@ -45,6 +47,9 @@ struct MethodId {
 /// A lent one is read without a copy, so nobody may write it until `on_return` has run (exactly once:
 /// acknowledged by the peer, or the call failed; on a pool thread, it must not wait); a copied one is
 /// free when the call that takes it returns.
+/// One on a GPU is taken in the order of the calling thread's current streams, a copied one is free in that
+/// order, and a loan ends in that order: on_return runs with those streams current, which by then wait for
+/// the last read.
 struct OutTensor {
   at::Tensor tensor;
   bool lent = false;
@@ -57,6 +62,7 @@ OutTensor Lend(at::Tensor tensor, absl::AnyInvocable<void()> on_return = nullptr
 struct TensorMeta {
   at::ScalarType dtype = at::ScalarType::Float;
   std::vector<int64_t> sizes;
+  c10::Device device = c10::Device(c10::kCPU);  ///< Where it lands, in the receiver's words.
   size_t bytes() const;
 };
 
@@ -65,9 +71,16 @@ struct Payload {
   std::string body;
   std::vector<OutTensor> tensors;
 };
+class Streams;
 struct Received {
   std::string body;
   std::vector<at::Tensor> tensors;
+  /// Of tensors on GPUs: the streams that bring them. A handler, and on_reply, run with these as their
+  /// current streams. Whoever takes the tensors elsewhere calls OnConsumed there first.
+  std::shared_ptr<const Streams> streams = nullptr;
+  /// Makes the calling thread's current streams wait for the tensors, and keeps them for these; does not wait
+  /// itself. base::Future does this in the thread that takes a Received out of it.
+  void OnConsumed() const;
 };
 
 /// Answers one call, once: at once or later, from any thread. Destroyed unused it answers Internal ("the
@@ -104,9 +117,10 @@ using Handler = std::function<void(ServerCall)>;
 struct MethodOptions {
   /// Where handlers run; null: the agent's pool. It must outlive the agent.
   base::Executor* executor = nullptr;
-  /// Where the tensors of a request land: one contiguous tensor per meta, of its dtype and element
+  /// Where the tensors of a request land: one contiguous tensor per meta, of its device, dtype and element
   /// count. Runs on a loop thread before any tensor byte moves: it must not wait. An error refuses the
-  /// call (ran: no). Null: fresh CPU memory from a reused pool of the agent.
+  /// call (ran: no). Null: fresh memory, on the CPU from a reused pool of the agent. For memory on a GPU the
+  /// current streams are those that the bytes come on: let them wait for the last kernel that reads it.
   std::function<absl::StatusOr<std::vector<at::Tensor>>(const base::MemberId& caller, absl::string_view body,
                                                         absl::Span<const TensorMeta> metas)>
       allocate;
@@ -117,6 +131,7 @@ struct CallOptions {
   /// Where the tensors of the reply land, in order; its count, dtypes and element counts must match
   /// the reply's, else the call fails with FailedPrecondition and nothing was written. If the transfer breaks
   /// in the middle and cannot be resumed the call fails with DataLoss: contents are then undefined.
+  /// Those on GPUs are written after what the calling thread's current streams hold when Call is called.
   std::vector<at::Tensor> reply_into;
   /// Runs `on_reply` on the loop thread that brought the reply, without a hop: it must be short and not wait.
   bool reply_inline = false;
@@ -129,6 +144,9 @@ struct Peer {
   base::MemberId id;
   std::vector<std::string> addresses;  ///< As Endpoint::Connect takes them.
 };
+
+/// The CPU, in a device map.
+inline constexpr int kCpuIndex = -1;
 
 struct AgentOptions {
   std::shared_ptr<transport::Endpoint> endpoint;
@@ -145,6 +163,11 @@ struct AgentOptions {
   size_t max_tensors = 4096;                     ///< In a message; as the endpoint's.
   size_t max_calls_served = 1 << 16;             ///< Unanswered, of one peer; beyond it they are refused.
   size_t keep_buffer_bytes = size_t{256} << 20;  ///< Receive buffers kept for use again.
+  /// Peer's name -> index of our GPU -> index of the peer's where tensors of that GPU land in requests to it;
+  /// replies of that peer come back the other way. One to one. kCpuIndex on either side is the CPU. A tensor
+  /// on a GPU without an entry fails its call with FailedPrecondition (ran: no). Our own name may be there;
+  /// without it tensors of calls to ourselves stay on their devices.
+  std::map<std::string, std::map<int, int>> device_maps;
 };
 
 /// Thread-safe. The destructor is Shutdown with 5 s.

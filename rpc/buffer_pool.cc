@@ -40,6 +40,7 @@ absl::StatusOr<at::Tensor> BufferPool::Allocate(const TensorMeta& meta) {
   size_t bytes = meta.bytes();
   at::TensorOptions options = at::TensorOptions().dtype(meta.dtype);
   try {
+    if (!meta.device.is_cpu()) return at::empty(meta.sizes, options.device(meta.device));
     if (bytes <= kSmallBytes) return at::empty(meta.sizes, options);
     size_t class_bytes = ClassOf(bytes);
     void* data = Take(class_bytes);

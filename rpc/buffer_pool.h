@@ -22,9 +22,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   static std::shared_ptr<BufferPool> Create(size_t keep_bytes);
   ~BufferPool();
 
-  /// A contiguous CPU tensor as `meta` says, of undefined content; its memory comes back here when the last
-  /// reference to its storage is dropped. ResourceExhausted where the system has no memory. Small ones come
-  /// from the allocator of LibTorch.
+  /// A contiguous tensor as `meta` says, of undefined content; its memory comes back here when the last
+  /// reference to its storage is dropped. ResourceExhausted where the system has no memory. Small ones, and
+  /// those on GPUs, come from the allocators of LibTorch.
   absl::StatusOr<at::Tensor> Allocate(const TensorMeta& meta);
 
   size_t kept_bytes() const;

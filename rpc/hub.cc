@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
+#include "atoll/rpc/device.h"
 #include "atoll/rpc/session.h"
 #include "atoll/rpc/wire.h"
 
@@ -86,7 +87,9 @@ void Hub::Dispatch(std::shared_ptr<const Method> method, ServerCall call) {
   base::Task task = [method = std::move(method), call = std::move(call)]() mutable {
     // LibTorch throws. The responder goes down with the exception and answers.
     std::string name = call.method.name;
+    const std::shared_ptr<const Streams> streams = call.request.streams;
     try {
+      StreamScope scope(streams == nullptr ? Streams() : *streams);
       method->handler(std::move(call));
     } catch (const std::exception& error) {
       ATOLL_LOG(kError) << "the handler of " << name << " threw: " << error.what();

@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "atoll/rpc/agent.h"
 #include "atoll/rpc/buffer_pool.h"
+#include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
 #include "atoll/rpc/session_core.h"
 #include "atoll/rpc/wire.h"
@@ -24,6 +25,8 @@ namespace Atoll::rpc {
 class Loan {
  public:
   Loan(std::shared_ptr<Hub> hub, absl::AnyInvocable<void()> on_return);
+  /// on_return then runs with the origins of `streams` current.
+  void ReturnOn(const Streams& streams);
   Loan(Loan&&) noexcept = default;
   Loan& operator=(Loan&&) noexcept = delete;
   ~Loan();
@@ -42,22 +45,31 @@ struct Prepared {
   std::string body;
   std::vector<TensorOut> fields;  ///< In order; point into `inline_tensors`.
   std::vector<at::Tensor> inline_tensors;
-  std::vector<at::Tensor> tensors;  ///< Those that travel on their own.
-  std::vector<Loan> loans;          ///< Of `tensors`; loans of inline ones end with `inline_loans`.
+  std::vector<at::Tensor> tensors;         ///< Those that travel on their own.
+  std::vector<transport::Device> targets;  ///< Of `tensors`; empty if all land on the CPU.
+  Streams streams;                         ///< Of those on GPUs: they wait for what makes the tensors.
+  std::vector<Loan> loans;                 ///< Of `tensors`; loans of inline ones end with `inline_loans`.
   std::vector<Loan> inline_loans;
   size_t header_bytes = 0;  ///< At most this, for the body and the inline tensors.
   size_t tensor_bytes = 0;
 };
 /// InvalidArgument for a tensor that cannot travel (undefined, sparse, quantized) or a payload above the
-/// limits; Unimplemented for one on a GPU. The loans have then been returned.
-absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payload);
+/// limits; FailedPrecondition for one on a GPU that has no place at the destination. The loans have then been
+/// returned.
+absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payload,
+                                 const Destination& destination);
 
 /// A message of calls, as the session keeps it.
 struct Message : OutMessage {
   using OutMessage::OutMessage;
+  ~Message() override { ReturnToOrigins(); }
+  /// What the tensors' owners launch next on the streams that they were given on comes after the last read.
+  void ReturnToOrigins() const;
   std::string header;
   std::vector<at::Tensor> tensors;
   std::vector<transport::Buffer> buffers;
+  std::vector<transport::Device> targets;
+  Streams streams;
   std::vector<Loan> loans;
   absl::AnyInvocable<void(absl::Status)> on_received;  ///< Of a one-way call.
 };
@@ -65,23 +77,31 @@ struct Message : OutMessage {
 std::shared_ptr<Message> MakeMessage(std::string header, Prepared prepared, bool ack_now);
 std::shared_ptr<Message> MakeMessage(std::string header);
 
-/// Where the tensors of a request land: as the method's hook says, else fresh.
+/// Where the tensors of a request land: as the method's hook says, else fresh; with `streams` current.
 absl::StatusOr<std::vector<at::Tensor>> AllocateFor(const Method& method, BufferPool& pool,
                                                     const base::MemberId& caller, absl::string_view body,
-                                                    absl::Span<const TensorIn> tensors);
-/// Fresh memory for tensors.
+                                                    absl::Span<const TensorIn> tensors,
+                                                    const Streams& streams);
+/// The streams for tensors that land on GPUs.
+absl::Status AddStreams(absl::Span<const TensorIn> tensors, Streams* streams);
+/// The streams for memory given to receive into: after what the calling thread's current streams hold.
+absl::Status OrderInto(absl::Span<const at::Tensor> into, Streams* streams);
+/// Fresh memory for tensors. On GPUs it is of the current streams.
 absl::StatusOr<std::vector<at::Tensor>> AllocateFresh(BufferPool& pool, absl::Span<const TensorIn> tensors);
 /// FailedPrecondition where `into` is not as `tensors` say; `whose` begins the text.
 absl::Status CheckMatch(absl::Span<const at::Tensor> into, absl::Span<const TensorIn> tensors,
                         absl::string_view whose);
 /// Copies the bytes of inline tensors to where they land.
 void FillInline(absl::Span<const at::Tensor> into, absl::Span<const TensorIn> tensors);
-/// The memory of the tensors that are not inline, for Pipe::Read.
+/// The memory of the tensors that are not inline, for Pipe::Read; what is on GPUs is received on `streams`.
 std::vector<transport::Buffer> ReadBuffers(absl::Span<const at::Tensor> into,
-                                           absl::Span<const TensorIn> tensors);
-/// For a prepared payload that stays in this process: what a receiver's header would say, all inline.
+                                           absl::Span<const TensorIn> tensors, const Streams& streams);
+/// For a prepared payload that stays in this process: what a receiver's header would say, all inline but what
+/// a GPU has part in, which CopyHere copies.
 std::vector<TensorIn> AsReceived(const Prepared& prepared);
-/// InvalidArgument unless all are dense, contiguous and on the CPU.
+/// Copies those into `into`, on the payload's streams, and ends their loans in that order.
+absl::Status CopyHere(const Prepared& prepared, absl::Span<const at::Tensor> into);
+/// InvalidArgument unless all are dense, contiguous and on the CPU or a GPU.
 absl::Status CheckLanding(absl::Span<const at::Tensor> into);
 
 }  // namespace Atoll::rpc

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "atoll/rpc/device.h"
 #include "atoll/rpc/payload.h"
 #include "atoll/rpc/wire.h"
 
@@ -13,9 +14,29 @@ struct SelfCalls::Pending {
   MethodId method;
   OnReply on_reply;
   std::vector<at::Tensor> reply_into;
+  Streams into_streams;
   std::atomic<bool> ended{false};  // Answered, or given up.
   std::atomic<base::Timer::Id> timer{0};
 };
+
+namespace {
+
+// Tensors stay on their devices unless a map says otherwise.
+Destination Here(const AgentOptions& options, const Payload& payload, bool reply) {
+  Destination destination{{}, options.self, reply};
+  auto found = options.device_maps.find(options.self.name);
+  if (found != options.device_maps.end()) {
+    destination.map = reply ? ReplyMap(found->second, found->second) : found->second;
+    return destination;
+  }
+  for (const OutTensor& tensor : payload.tensors) {
+    if (!tensor.tensor.defined() || tensor.tensor.device().is_cpu()) continue;
+    destination.map.emplace(tensor.tensor.device().index(), tensor.tensor.device().index());
+  }
+  return destination;
+}
+
+}  // namespace
 
 absl::Status SelfCalls::Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const {
   return base::WithRan(
@@ -27,11 +48,12 @@ absl::Status SelfCalls::Explain(const absl::Status& status, const MethodId& meth
 
 absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time deadline,
                             std::function<bool()> cancelled, Responder& responder) {
+  const Destination destination = Here(hub_->options(), request, /*reply=*/false);
   // Everything is copied below, before this returns.
   for (OutTensor& tensor : request.tensors)
     tensor.on_return = tensor.lent ? std::move(tensor.on_return) : nullptr;
   for (OutTensor& tensor : request.tensors) tensor.lent = true;
-  ATOLL_ASSIGN_OR_RETURN(Prepared prepared, Prepare(hub_, std::move(request)));
+  ATOLL_ASSIGN_OR_RETURN(Prepared prepared, Prepare(hub_, std::move(request), destination));
   if (!ValidMethodName(method.name)) {
     return absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]");
   }
@@ -42,13 +64,24 @@ absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time 
   ServerCall call;
   call.caller = hub_->self();
   call.method = method;
-  ATOLL_ASSIGN_OR_RETURN(call.request.tensors,
-                         AllocateFor(*served, hub_->buffers(), call.caller, prepared.body, tensors));
+  ATOLL_RETURN_IF_ERROR(AddStreams(tensors, &prepared.streams));
+  ATOLL_ASSIGN_OR_RETURN(call.request.tensors, AllocateFor(*served, hub_->buffers(), call.caller,
+                                                           prepared.body, tensors, prepared.streams));
   FillInline(call.request.tensors, tensors);
+  ATOLL_RETURN_IF_ERROR(CopyHere(prepared, call.request.tensors));
+  if (!prepared.streams.empty()) call.request.streams = std::make_shared<Streams>(prepared.streams);
   call.request.body = std::move(prepared.body);
   call.deadline = deadline;
   call.cancelled = std::move(cancelled);
   call.responder = std::move(responder);
+  if (!prepared.streams.empty()) {
+    call.responder = Responder::From([streams = prepared.streams, inner = std::move(call.responder)](
+                                         absl::StatusOr<Payload> reply) mutable {
+      absl::Status ordered = Guarded("ordering the reply", [&] { streams.CurrentAwait({}); });
+      if (!ordered.ok()) reply = ordered;
+      std::move(inner).Reply(std::move(reply));
+    });
+  }
   hub_->Dispatch(std::move(served), std::move(call));
   return absl::OkStatus();
 }
@@ -63,6 +96,7 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
   }
   absl::Time deadline = hub_->Now() + options.timeout;
   absl::Status status = CheckLanding(options.reply_into);
+  if (status.ok()) status = OrderInto(options.reply_into, &pending->into_streams);
   if (status.ok()) {
     pending->reply_into = std::move(options.reply_into);
     auto self = shared_from_this();
@@ -88,18 +122,23 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
 
 void SelfCalls::Answer(const std::shared_ptr<Pending>& pending, absl::StatusOr<Payload> reply) {
   if (!reply.ok()) return End(pending, Explain(reply.status(), pending->method, base::Ran::kYes));
+  const Destination destination = Here(hub_->options(), *reply, /*reply=*/true);
   for (OutTensor& tensor : reply->tensors)
     tensor.on_return = tensor.lent ? std::move(tensor.on_return) : nullptr;
   for (OutTensor& tensor : reply->tensors) tensor.lent = true;
-  absl::StatusOr<Prepared> prepared = Prepare(hub_, *std::move(reply));
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, *std::move(reply), destination);
   if (!prepared.ok()) return End(pending, Explain(prepared.status(), pending->method, base::Ran::kYes));
   std::vector<TensorIn> tensors = AsReceived(*prepared);
+  absl::Status landed = AddStreams(tensors, &prepared->streams);
+  if (!landed.ok()) return End(pending, Explain(landed, pending->method, base::Ran::kYes));
+  StreamScope scope(prepared->streams);
   Received result;
   if (pending->reply_into.empty()) {
     absl::StatusOr<std::vector<at::Tensor>> fresh = AllocateFresh(hub_->buffers(), tensors);
     if (!fresh.ok()) return End(pending, Explain(fresh.status(), pending->method, base::Ran::kYes));
     result.tensors = *std::move(fresh);
     FillInline(result.tensors, tensors);
+    landed = CopyHere(*prepared, result.tensors);
   } else {
     absl::Status match = CheckMatch(pending->reply_into, tensors, "reply_into");
     if (!match.ok()) return End(pending, Explain(match, pending->method, base::Ran::kYes));
@@ -107,9 +146,16 @@ void SelfCalls::Answer(const std::shared_ptr<Pending>& pending, absl::StatusOr<P
     if (pending->ended.exchange(true)) return;
     result.tensors = pending->reply_into;
     FillInline(result.tensors, tensors);
+    landed = Guarded("ordering memory to receive into", [&] {
+      pending->into_streams.CurrentAwait({});
+      for (const at::Tensor& tensor : result.tensors) prepared->streams.Keep(tensor);
+    });
+    if (landed.ok()) landed = CopyHere(*prepared, result.tensors);
     pending->ended.store(false);
   }
+  if (!landed.ok()) return End(pending, Explain(landed, pending->method, base::Ran::kYes));
   result.body = std::move(prepared->body);
+  if (!prepared->streams.empty()) result.streams = std::make_shared<Streams>(prepared->streams);
   End(pending, std::move(result));
 }
 
@@ -121,7 +167,9 @@ void SelfCalls::End(const std::shared_ptr<Pending>& pending, absl::StatusOr<Rece
     pending_.erase(pending);
   }
   bool ok = result.ok();
-  base::Task task = [on_reply = std::move(pending->on_reply), result = std::move(result)]() mutable {
+  base::Task task = [ok, on_reply = std::move(pending->on_reply), result = std::move(result)]() mutable {
+    const std::shared_ptr<const Streams> streams = ok ? result->streams : nullptr;
+    StreamScope scope(streams == nullptr ? Streams() : *streams);
     std::move(on_reply)(std::move(result));
   };
   ok ? hub_->Schedule(std::move(task)) : hub_->ScheduleFailure(std::move(task));

@@ -165,15 +165,20 @@ void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
     case Kind::kHello:
       if (pipe == nullptr) return;
       action.hello.addresses = hub_->endpoint()->addresses();
+      action.hello.device_map = DestinationOf(/*reply=*/false).map;
       out.header = EncodeHello(action.hello);
       SetAcks(out.header, action.acks);
       Write(pipe, std::move(out), nullptr);
       return;
     case Kind::kWrite: {
       if (pipe == nullptr) return;
+      if (!Sendable(action, pipe)) action.message = nullptr;  // Its number goes out bare.
       auto* message = static_cast<Message*>(action.message.get());
       out.header = message == nullptr ? EncodeBare(Atoll::rpc::Kind::kData, What::kNothing) : message->header;
-      if (message != nullptr) out.tensors = message->buffers;
+      if (message != nullptr) {
+        out.tensors = message->buffers;
+        out.targets = message->targets;
+      }
       SetAcks(out.header, action.acks);
       SetNumber(out.header, action.number, action.ack_now);
       Write(pipe, std::move(out), std::move(action.message));
@@ -272,6 +277,54 @@ void Session::OnTimer() {
     cut->Close(absl::DeadlineExceededError("the deadline of a call whose reply was on its way"));
   Expire(std::move(expired));
   Drain();
+}
+
+Destination Session::DestinationOf(bool reply) const {
+  absl::MutexLock lock(&mu_);
+  if (reply) return {reply_map_, peer_.id, true};
+  const auto& maps = hub_->options().device_maps;
+  auto found = maps.find(peer_.id.name);
+  return {found == maps.end() ? DeviceMap() : found->second, peer_.id, false};
+}
+
+// False for a message to a device that the peer does not have: its call has then failed.
+bool Session::Sendable(SessionCore::Action& action, const PipePtr& pipe) {
+  auto* message = static_cast<Message*>(action.message.get());
+  if (message == nullptr || message->targets.empty()) return true;
+  size_t bad = 0;
+  while (bad < message->targets.size() &&
+         pipe->pipe->Reaches(message->buffers[bad].device, message->targets[bad])) {
+    ++bad;
+  }
+  if (bad == message->targets.size()) return true;
+  const absl::Status status = absl::FailedPreconditionError(
+      absl::StrCat("tensor ", bad, " of those that travel on their own is on ",
+                   FromTransport(message->buffers[bad].device).str(), ", from where no channel leads to ",
+                   FromTransport(message->targets[bad]).str(), " of the receiver"));
+  std::unique_ptr<PendingCall> failed;
+  const uint64_t id = CallOf(message->header);
+  const bool reply = WhatOf(message->header) == What::kReply;
+  {
+    absl::MutexLock lock(&mu_);
+    core_.Withdraw(message);
+    if (!reply && !message->on_received) failed = calls_.Take(id);
+  }
+  if (message->on_received) {
+    std::move(message->on_received)(base::WithRan(status, base::Ran::kNo));
+    message->on_received = nullptr;
+  }
+  if (reply) {
+    auto answer = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
+    SetCall(answer->header, id, 0);
+    absl::MutexLock lock(&mu_);
+    core_.Post(std::move(answer), hub_->Now(), /*force=*/true).IgnoreError();
+  } else if (failed != nullptr) {
+    hub_->ScheduleFailure([self = shared_from_this(), call = std::move(failed), status]() mutable {
+      self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status,
+                 base::Ran::kNo);
+    });
+  }
+  return false;
 }
 
 absl::Status Session::Post(OutMessagePtr message, bool force) {

@@ -17,6 +17,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/synchronization/mutex.h"
 #include "atoll/rpc/call_core.h"
+#include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
 #include "atoll/rpc/payload.h"
 #include "atoll/rpc/session_core.h"
@@ -71,14 +72,18 @@ class Session : public std::enable_shared_from_this<Session> {
   void PipeClosed(const PipePtr& pipe, const absl::Status& status);
   void OnTimer();
   absl::Status Post(OutMessagePtr message, bool force = false);
+  bool Sendable(SessionCore::Action& action, const PipePtr& pipe);
+  Destination DestinationOf(bool reply) const;
   absl::Status Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const;
   std::string AddressText() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   // session_calls.cc: calls out, requests in.
   void Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran);
-  void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors);
+  void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors,
+                Streams streams);
   void Expire(std::vector<std::unique_ptr<PendingCall>> calls);
-  void RunRequest(const Header& header, std::vector<at::Tensor> tensors, absl::Status refusal);
+  void RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
+                  absl::Status refusal);
   void Refuse(uint64_t call, bool one_way, const MethodId& method, const absl::Status& status);
 
   // session_receive.cc: messages in.
@@ -107,6 +112,7 @@ class Session : public std::enable_shared_from_this<Session> {
   int violations_ ABSL_GUARDED_BY(mu_) = 0;
   bool notify_ ABSL_GUARDED_BY(mu_) = true;  // Of the death.
   bool quiet_ ABSL_GUARDED_BY(mu_) = false;
+  DeviceMap reply_map_ ABSL_GUARDED_BY(mu_);  // Ours to theirs; of its hello.
   // A request's tensors that have begun to arrive on each lane: kept over a cut, and guarded against a second
   // writer while a pipe that was replaced still writes.
   struct Landing {
@@ -114,6 +120,7 @@ class Session : public std::enable_shared_from_this<Session> {
     bool busy = false;
     bool request = false;
     std::vector<at::Tensor> tensors;
+    Streams streams;
     absl::Status refusal;
     std::shared_ptr<Incoming> waiting;
   };

@@ -18,12 +18,13 @@ void Session::Call(const MethodId& method, Payload request, CallOptions options,
       self->Fail(std::move(call), status, base::Ran::kNo);
     });
   };
-  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request), DestinationOf(/*reply=*/false));
   if (!prepared.ok()) return refuse(prepared.status());
   if (!ValidMethodName(method.name)) {
     return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
   }
   absl::Status landing = CheckLanding(options.reply_into);
+  if (landing.ok()) landing = OrderInto(options.reply_into, &call->into_streams);
   if (!landing.ok()) return refuse(landing);
   call->reply_into = std::move(options.reply_into);
   call->deadline = hub_->Now() + options.timeout;
@@ -52,7 +53,7 @@ void Session::Send(const MethodId& method, Payload request,
   auto refuse = [&](const absl::Status& status) {
     std::move(on_received)(Explain(status, method, base::Ran::kNo));
   };
-  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request));
+  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request), DestinationOf(/*reply=*/false));
   if (!prepared.ok()) return refuse(prepared.status());
   if (!ValidMethodName(method.name)) {
     return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
@@ -106,8 +107,11 @@ void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
 }
 
 void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
-                       std::vector<at::Tensor> tensors) {
+                       std::vector<at::Tensor> tensors, Streams streams) {
   absl::StatusOr<Received> result = Received();
+  // It may not be acknowledged yet, and its caller goes on now: no later kernel of his may overtake its
+  // reads.
+  if (OutMessagePtr request = call->request.lock()) static_cast<Message*>(request.get())->ReturnToOrigins();
   if (header.code != absl::StatusCode::kOk) {
     result = Explain(absl::Status(header.code, header.message), call->method, header.ran);
   } else if (call->torn) {
@@ -137,13 +141,17 @@ void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
     }
   }
   if (result.ok()) result->body = std::string(header.body);
+  if (result.ok() && !streams.empty()) result->streams = std::make_shared<Streams>(streams);
   if (call->reply_inline) {
+    StreamScope scope(streams);
     std::move(call->on_reply)(std::move(result));
     return;
   }
-  hub_->Schedule([call = std::move(call), result = std::move(result)]() mutable {
-    std::move(call->on_reply)(std::move(result));
-  });
+  hub_->Schedule(
+      [call = std::move(call), result = std::move(result), streams = std::move(streams)]() mutable {
+        StreamScope scope(streams);
+        std::move(call->on_reply)(std::move(result));
+      });
 }
 
 void Session::Refuse(uint64_t call, bool one_way, const MethodId& method, const absl::Status& status) {
@@ -161,7 +169,8 @@ void Session::Refuse(uint64_t call, bool one_way, const MethodId& method, const 
   Post(MakeMessage(std::move(header)), /*force=*/true).IgnoreError();
 }
 
-void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, absl::Status refusal) {
+void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
+                         absl::Status refusal) {
   const bool one_way = (header.prefix.flags & kFlagOneWay) != 0;
   const uint64_t id = header.prefix.call;
   MethodId method{std::string(header.method), header.version};
@@ -189,7 +198,7 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   }
   if (refusal.ok() && tensors.empty() && !header.tensors.empty()) {
     absl::StatusOr<std::vector<at::Tensor>> into =
-        AllocateFor(*served, hub_->buffers(), caller, header.body, header.tensors);
+        AllocateFor(*served, hub_->buffers(), caller, header.body, header.tensors, streams);
     if (into.ok()) {
       tensors = *std::move(into);
     } else {
@@ -212,10 +221,17 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
     call.cancelled = [cancelled, hub = hub_, deadline] {
       return cancelled->load() || hub->Now() >= deadline;
     };
-    call.responder = Responder::From([self = shared_from_this(), id](absl::StatusOr<Payload> reply) {
+    call.responder = Responder::From([self = shared_from_this(), id, streams](absl::StatusOr<Payload> reply) {
+      // The handler's work is in the reply whichever thread gives it.
+      absl::Status ordered = Guarded("ordering the reply", [&] { streams.CurrentAwait({}); });
+      if (!ordered.ok()) {
+        if (reply.ok()) ReturnLoans(self->hub_, *std::move(reply));
+        reply = ordered;
+      }
       self->Reply(id, std::move(reply));
     });
   }
+  if (!streams.empty()) call.request.streams = std::make_shared<Streams>(streams);
   hub_->Dispatch(std::move(served), std::move(call));
 }
 
@@ -226,7 +242,8 @@ void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {
     wanted = served_.Answer(id);
   }
   // Prepared even if unwanted: so its loans return.
-  absl::StatusOr<Prepared> prepared = reply.ok() ? Prepare(hub_, *std::move(reply)) : reply.status();
+  absl::StatusOr<Prepared> prepared =
+      reply.ok() ? Prepare(hub_, *std::move(reply), DestinationOf(/*reply=*/true)) : reply.status();
   if (!wanted) return;
   std::shared_ptr<Message> message;
   if (prepared.ok()) {

@@ -16,6 +16,15 @@ namespace {
 // A peer that breaks the protocol so often is not spoken to any more.
 constexpr int kMaxViolations = 3;
 
+bool TargetsMatch(const Header& header, const transport::Descriptor& descriptor) {
+  size_t next = 0;
+  for (const TensorIn& tensor : header.tensors) {
+    if (!tensor.is_inline && descriptor.tensors[next++].target != ToTransport(tensor.meta.device))
+      return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 void Session::StartRead(const PipePtr& pipe) {
@@ -30,6 +39,9 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
   absl::InlinedVector<size_t, 8> sizes;
   for (const auto& tensor : descriptor->tensors) sizes.push_back(tensor.bytes);
   absl::StatusOr<Header> header = Decode(descriptor->header, sizes);
+  if (header.ok() && !TargetsMatch(*header, *descriptor)) {
+    header = absl::InvalidArgumentError("a tensor for another device than the pipe announced");
+  }
   if (!header.ok()) return Violation(pipe, header.status());
   const Prefix& prefix = header->prefix;
   if (pipe->greeted == (prefix.kind == Kind::kHello)) {
@@ -78,6 +90,9 @@ void Session::OnHello(const PipePtr& pipe, const Header& header) {
         peer_.addresses = header.hello.addresses;
         core_.SetCanConnect(now);
       }
+      auto ours = hub_->options().device_maps.find(peer_.id.name);
+      reply_map_ = ReplyMap(header.hello.device_map,
+                            ours == hub_->options().device_maps.end() ? DeviceMap() : ours->second);
     }
     core_.OnHello(pipe->id, pipe->lane, pipe->initiated, header.hello, header.prefix.acks, now);
   }
@@ -132,9 +147,9 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
     case SessionCore::Verdict::kDuplicate:
       break;
     case SessionCore::Verdict::kNew:
-      if (prefix.what == What::kRequest) RunRequest(header, {}, absl::OkStatus());
+      if (prefix.what == What::kRequest) RunRequest(header, {}, {}, absl::OkStatus());
       if (answered != nullptr) {
-        Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), header, {});
+        Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), header, {}, {});
       }
       break;
   }
@@ -166,6 +181,7 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
         if (verdict == SessionCore::Verdict::kNew && landing.request && landing.number == prefix.number &&
             prefix.what == What::kRequest && CheckMatch(landing.tensors, in->header.tensors, "").ok()) {
           in->tensors = std::move(landing.tensors);
+          in->streams = std::move(landing.streams);
           in->refusal = landing.refusal;
         }
         landing.tensors.clear();
@@ -175,17 +191,20 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   if (verdict == SessionCore::Verdict::kStale || waits) return Drain();
   if (!status.ok()) return Violation(in->pipe, status);
   const bool repeated = verdict == SessionCore::Verdict::kDuplicate;
-  if (in->tensors.empty() && !repeated) PrepareLanding(*in);
+  absl::Status streamed = AddStreams(in->header.tensors, &in->streams);
+  if (streamed.ok() && in->tensors.empty() && !repeated) PrepareLanding(*in);
   if (in->tensors.empty()) {
     // Nobody wants it: it is read only to get behind it.
-    absl::StatusOr<std::vector<at::Tensor>> scratch = AllocateFresh(hub_->buffers(), in->header.tensors);
+    StreamScope scope(in->streams);
+    absl::StatusOr<std::vector<at::Tensor>> scratch =
+        streamed.ok() ? AllocateFresh(hub_->buffers(), in->header.tensors) : streamed;
     if (!scratch.ok()) {
       OnLanded(in, scratch.status());
       return Die(scratch.status(), /*notify=*/true, /*quiet=*/false);
     }
     in->tensors = *std::move(scratch);
   }
-  std::vector<transport::Buffer> buffers = ReadBuffers(in->tensors, in->header.tensors);
+  std::vector<transport::Buffer> buffers = ReadBuffers(in->tensors, in->header.tensors, in->streams);
   std::shared_ptr<transport::Pipe> pipe = in->pipe->pipe;
   pipe->Read(std::move(buffers),
              [self = shared_from_this(), in](const absl::Status& status) { self->OnLanded(in, status); });
@@ -202,7 +221,7 @@ void Session::PrepareLanding(Incoming& in) {
     if (hub_->shutting_down()) {
       into = absl::UnavailableError("it is shutting down");
     } else if (method != nullptr) {
-      into = AllocateFor(*method, hub_->buffers(), peer().id, in.header.body, in.header.tensors);
+      into = AllocateFor(*method, hub_->buffers(), peer().id, in.header.body, in.header.tensors, in.streams);
     }
     if (into.ok()) {
       in.tensors = *std::move(into);
@@ -221,6 +240,7 @@ void Session::PrepareLanding(Incoming& in) {
     if (match.ok()) {
       call->landing = call->torn = in.into_caller = true;
       in.tensors = call->reply_into;
+      if (!call->into_streams.empty()) in.streams = call->into_streams;
     } else {
       mismatched.reset(static_cast<ClientCall*>(calls_.Take(prefix.call).release()));
     }
@@ -257,14 +277,17 @@ void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& 
         landing.number = prefix.number;
         landing.request = true;
         landing.tensors = in->tensors;
+        landing.streams = in->streams;
         landing.refusal = in->refusal;
       }
     }
   }
-  if (received && prefix.what == What::kRequest) RunRequest(in->header, std::move(in->tensors), in->refusal);
+  if (received && prefix.what == What::kRequest) {
+    RunRequest(in->header, std::move(in->tensors), in->streams, in->refusal);
+  }
   if (answered != nullptr) {
     Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), in->header,
-             std::move(in->tensors));
+             std::move(in->tensors), in->streams);
   }
   if (lost != nullptr) {
     hub_->ScheduleFailure([self = shared_from_this(), call = std::move(lost), status]() mutable {

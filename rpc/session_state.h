@@ -24,6 +24,7 @@ struct Session::Incoming {
   transport::Descriptor descriptor;
   Header header;  // Views into `descriptor`.
   std::vector<at::Tensor> tensors;
+  Streams streams;  // That bring those on GPUs.
   absl::Status refusal;
   bool into_caller = false;  // Written into the caller's reply_into.
 };
@@ -32,6 +33,7 @@ struct Session::ClientCall : PendingCall {
   MethodId method;
   OnReply on_reply;
   std::vector<at::Tensor> reply_into;
+  Streams into_streams;  // After what the caller's streams held.
   bool reply_inline = false;
 };
 

@@ -13,12 +13,13 @@
 namespace Atoll::rpc {
 namespace {
 
+constexpr size_t kWhatAt = 1;
 constexpr size_t kFlagsAt = 2;
 constexpr size_t kAcksAt = 8;
 constexpr size_t kNumberAt = 24;
 constexpr size_t kCallAt = 32;
 constexpr size_t kWatermarkAt = 40;
-constexpr size_t kMinTensorBytes = 3;
+constexpr size_t kMinTensorBytes = 4;
 
 void PutPrefix(base::ByteWriter& out, Kind kind, What what, uint8_t flags, uint64_t call = 0) {
   out.Put(kind);
@@ -36,6 +37,7 @@ void PutTensors(base::ByteWriter& out, absl::Span<const TensorOut> tensors) {
   for (const TensorOut& tensor : tensors) {
     out.Put(static_cast<uint8_t>(tensor.meta.dtype));
     out.Put(tensor.data != nullptr);
+    out.Put(static_cast<int8_t>(tensor.meta.device.is_cpu() ? kCpuIndex : tensor.meta.device.index()));
     out.Put(static_cast<uint8_t>(tensor.meta.sizes.size()));
     for (int64_t size : tensor.meta.sizes) out.Put(size);
     if (tensor.data != nullptr) {
@@ -58,11 +60,14 @@ TensorIn GetTensor(base::ByteReader& in) {
   uint8_t dtype = in.Get<uint8_t>();
   if (in.ok() && !KnownDtype(dtype)) in.Fail("an unknown dtype");
   tensor.is_inline = in.Get<bool>();
+  const int8_t device = in.Get<int8_t>();
+  if (device < kCpuIndex) in.Fail("an unknown device");
   size_t dims = in.Get<uint8_t>();
   if (dims > kMaxDims) in.Fail("too many dimensions");
   if (dims * sizeof(int64_t) > in.remaining()) in.Fail("sizes above the bytes left");
   if (!in.ok()) return tensor;
   tensor.meta.dtype = static_cast<at::ScalarType>(dtype);
+  if (device != kCpuIndex) tensor.meta.device = c10::Device(c10::kCUDA, device);
   // Each product of a prefix of the sizes must fit, so that nobody overflows in between.
   uint64_t bytes = c10::elementSize(tensor.meta.dtype);
   bool empty = false;
@@ -77,6 +82,7 @@ TensorIn GetTensor(base::ByteReader& in) {
     bytes *= static_cast<uint64_t>(std::max<int64_t>(size, 1));
     tensor.meta.sizes.push_back(size);
   }
+  if (tensor.is_inline && !empty && device != kCpuIndex) in.Fail("bytes for a GPU in the header");
   if (tensor.is_inline) tensor.bytes = in.GetRaw(empty ? 0 : bytes);
   return tensor;
 }
@@ -106,6 +112,15 @@ void GetHello(base::ByteReader& in, Hello& hello) {
   if (count > kMaxAddresses) in.Fail("too many addresses");
   for (uint32_t i = 0; i < count && in.ok(); ++i) {
     hello.addresses.emplace_back(in.GetString(kMaxAddressBytes));
+  }
+  count = in.GetCount(2);
+  if (count > kMaxDeviceMap) in.Fail("too many devices");
+  for (uint32_t i = 0; i < count && in.ok(); ++i) {
+    const int from = in.Get<int8_t>();
+    const int to = in.Get<int8_t>();
+    if (from < kCpuIndex || to < kCpuIndex || !hello.device_map.emplace(from, to).second) {
+      in.Fail("an odd device map");
+    }
   }
 }
 
@@ -144,6 +159,11 @@ std::string EncodeHello(const Hello& hello) {
   out.Put(static_cast<uint32_t>(count));
   for (size_t i = 0; i < count; ++i) {
     out.PutString(absl::string_view(hello.addresses[i]).substr(0, kMaxAddressBytes));
+  }
+  out.Put(static_cast<uint32_t>(hello.device_map.size()));
+  for (const auto& [from, to] : hello.device_map) {
+    out.Put(static_cast<int8_t>(from));
+    out.Put(static_cast<int8_t>(to));
   }
   return std::move(out).Take();
 }
@@ -198,6 +218,14 @@ std::string EncodeBare(Kind kind, What what, uint64_t call) {
   base::ByteWriter out;
   PutPrefix(out, kind, what, 0, call);
   return std::move(out).Take();
+}
+
+What WhatOf(absl::string_view header) { return static_cast<What>(header[kWhatAt]); }
+
+uint64_t CallOf(absl::string_view header) {
+  uint64_t call = 0;
+  std::memcpy(&call, header.data() + kCallAt, sizeof(call));
+  return call;
 }
 
 void SetAcks(std::string& header, const Acks& acks) {

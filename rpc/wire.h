@@ -5,9 +5,11 @@
 //     8 acknowledged on control u64 | 16 acknowledged on bulk u64
 //    24 number u64 | 32 call u64 | 40 lowest awaited call u64
 //   hello    version u32 | attempt u64 | accepted u64 | addresses (count u32, strings)
+//            | device map (count u32, each: the sender's index i8 | the receiver's i8; -1 is the CPU)
 //   request  timeout in ns i64 (0: none) | method string | version u32 | body string | tensors
 //   reply    code u32 | ran u8 | message string | body string | tensors
-//   tensors  count u32, each: dtype u8 | inline u8 | dims u8 | sizes i64... | its bytes, if inline
+//   tensors  count u32, each: dtype u8 | inline u8 | device i8 | dims u8 | sizes i64... | bytes, if inline
+//            (device: the receiver's, where it lands: a GPU's index, or -1 for the CPU)
 //
 // Integers are little-endian, strings a u32 length and bytes. Bytes come from an authenticated peer and are
 // still never trusted: a decoder returns an error.
@@ -15,6 +17,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -32,6 +35,7 @@ inline constexpr size_t kPrefixBytes = 48;
 inline constexpr size_t kMaxMethodName = 128;
 inline constexpr size_t kMaxDims = 64;
 inline constexpr size_t kMaxAddresses = 64;
+inline constexpr size_t kMaxDeviceMap = 129;  ///< 128 GPUs and the CPU.
 inline constexpr size_t kMaxAddressBytes = 512;
 inline constexpr size_t kMaxErrorBytes = 64 << 10;  ///< Of an error's text: longer ones are cut.
 
@@ -59,6 +63,8 @@ struct Hello {
   uint64_t attempt = 0;   ///< Number of the pipe among those the connecting side opened on this lane.
   uint64_t accepted = 0;  ///< The highest attempt of the other side that this side accepted.
   std::vector<std::string> addresses;  ///< Where this side can be reached.
+  /// Of requests from this side to the other (AgentOptions::device_maps).
+  std::map<int, int> device_map = {};
 };
 
 /// A tensor's place in a header that is written: `data` null means that its bytes travel on their own.
@@ -95,6 +101,10 @@ std::string EncodeReply(absl::string_view body, absl::Span<const TensorOut> tens
 std::string EncodeErrorReply(const absl::Status& error, base::Ran ran);
 /// A header of a prefix alone: an acknowledgement, a farewell, a cancellation, a number that carries nothing.
 std::string EncodeBare(Kind kind, What what, uint64_t call = 0);
+
+/// What an encoded header is, and the call that it names.
+What WhatOf(absl::string_view header);
+uint64_t CallOf(absl::string_view header);
 
 /// Fills the places of an encoded header that are known only when it is sent.
 void SetAcks(std::string& header, const Acks& acks);

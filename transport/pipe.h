@@ -93,6 +93,10 @@ class Pipe {
   virtual void Close(absl::Status reason) = 0;
 
   virtual const PeerInfo& peer() const = 0;
+
+  /// Whether tensors can travel from `ours` to `theirs`: both devices exist, and a channel leads there. A Write
+  /// for which it says no completes with FailedPrecondition, and the pipe goes on.
+  virtual bool Reaches(Device ours, Device theirs) const { return true; }
 };
 
 }  // namespace Atoll::transport

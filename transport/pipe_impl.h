@@ -36,6 +36,7 @@ class PipeImpl final : public Pipe {
   void Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Status)> done) override;
   void Close(absl::Status reason) override;
   const PeerInfo& peer() const override { return state_->link->peer(); }
+  bool Reaches(Device ours, Device theirs) const override { return state_->link->pairs().Has(ours, theirs); }
 
  private:
   /// What callbacks hold: dropping the pipe must not wait for them. TensorPipe's pipe is in it because a

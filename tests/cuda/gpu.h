@@ -94,8 +94,11 @@ class Witness {
   ~Witness() { cudaFree(differing_); }
   Witness(const Witness&) = delete;
 
+  void Count(const uint32_t* data, size_t count, uint32_t value, void* stream) {
+    CountDiffering(data, count, value, differing_, stream);
+  }
   void Look(const Words& words, uint32_t value, void* stream) {
-    CountDiffering(words.data(), words.count(), value, differing_, stream);
+    Count(words.data(), words.count(), value, stream);
   }
   /// Waits for the GPU.
   unsigned long long differing() const {
