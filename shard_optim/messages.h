@@ -25,8 +25,8 @@
 //   ResourceExhausted   too many contributions are parked: nothing was taken; push the same again after
 //                       another reply has come (or a pause);
 //   DeadlineExceeded    the round's limit passed; names the missing workers. The round is open again under
-//                       the same number: chunks that were applied in it answer a repeated push with their value,
-//                       the others expect everyone's contribution anew;
+//                       the same number: chunks that were applied in it answer a repeated push with their
+//                       value, the others expect everyone's contribution anew;
 //   Aborted             the same push came again: the later call gets the answer;
 //   Unavailable         the shard is being destroyed.
 #pragma once
