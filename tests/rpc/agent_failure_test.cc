@@ -448,10 +448,12 @@ TEST_P(AgentFailureTest, OppositeOrdersWithAWindowOfOneDoNotDeadlock) {
                   .Register({"push"},
                             [&](ServerCall call) {
                               std::vector<Responder> complete;
-                              absl::MutexLock lock(&mu);
-                              auto& bucket = buckets[call.request.body];
-                              bucket.push_back(std::move(call.responder));
-                              if (bucket.size() == 2) complete.swap(bucket);
+                              {
+                                absl::MutexLock lock(&mu);
+                                auto& bucket = buckets[call.request.body];
+                                bucket.push_back(std::move(call.responder));
+                                if (bucket.size() == 2) complete.swap(bucket);
+                              }
                               for (Responder& responder : complete) std::move(responder).Reply(Body(""));
                             })
                   .ok());

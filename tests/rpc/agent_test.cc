@@ -147,9 +147,11 @@ TEST_P(AgentTest, DeferredRepliesHoldNoThread) {
   std::vector<Responder> parked;
   ASSERT_TRUE(b.Register({"park"}, [&](ServerCall call) {
                  std::vector<Responder> release;
-                 absl::MutexLock lock(&mu);
-                 parked.push_back(std::move(call.responder));
-                 if (parked.size() == 100) release.swap(parked);
+                 {
+                   absl::MutexLock lock(&mu);
+                   parked.push_back(std::move(call.responder));
+                   if (parked.size() == 100) release.swap(parked);
+                 }
                  for (Responder& responder : release) std::move(responder).Reply(Body("go"));
                }).ok());
   std::vector<base::Future<Received>> futures;
