@@ -19,11 +19,6 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Join(absl::StatusOr<cluster::L
                                                    "') is an owner: ranks 0 .. ", launch->owners - 1,
                                                    " are. A session is for workers"));
   }
-  if (launch->owners < 1) {
-    return absl::InvalidArgumentError(
-        "the job has no owners: ATOLL_OWNERS should say how many of its ranks are (their program is "
-        "atoll-server)");
-  }
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<cluster::SharedKeyFile> key_file, cluster::EnsureJobKey(*launch));
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<rref::Node> node, rref::Node::Start(*launch, std::move(options)));
   return std::unique_ptr<Session>(new Session(std::move(key_file), std::move(node)));

@@ -22,7 +22,7 @@ class Session {
  public:
   /// Joins as the worker that `launch` says, and waits until the whole job is there. Errors: what is wrong
   /// with the launch (its own status is passed on; InvalidArgument for a rank that is no worker, or a job
-  /// without owners), what EnsureJobKey says of a missing key, and those of rref::Node::Start.
+  /// without one), what EnsureJobKey says of a missing key, and those of rref::Node::Start.
   static absl::StatusOr<std::unique_ptr<Session>> Join(absl::StatusOr<cluster::Launch> launch,
                                                        rref::NodeOptions options = {});
   ~Session();
