@@ -68,7 +68,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void Connect(Lane lane, uint64_t attempt);
   void Finish(const absl::Status& reason);
   void Write(const PipePtr& pipe, transport::Message message, OutMessagePtr keep);
-  PipePtr AddPipe(std::shared_ptr<transport::Pipe> pipe);
+  PipePtr AddPipe(std::shared_ptr<transport::Pipe> pipe) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PipeClosed(const PipePtr& pipe, const absl::Status& status);
   void OnTimer();
   absl::Status Post(OutMessagePtr message, bool force = false);
