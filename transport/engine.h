@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 
 #include "atoll/transport/loop.h"
@@ -23,6 +24,8 @@ struct Traffic {
 struct Engine {
   std::unique_ptr<Loop> loop;
   Traffic traffic;
+  /// Drops the oldest stranger at the door for the descriptor; false if there is none. Loop only.
+  std::function<bool()> make_room = [] { return false; };
 };
 
 }  // namespace Atoll::transport

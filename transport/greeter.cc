@@ -15,6 +15,8 @@ void Greeter::StartClient(const SocketAddress& address, base::MemberId expected,
   address_ = address;
   handshake_ = std::make_unique<ClientHandshake>(&config_, std::move(expected), purpose, NewNonce());
   absl::StatusOr<Fd> fd = StartConnect(address);
+  // Strangers who stay must not keep us from our peers.
+  while (absl::IsResourceExhausted(fd.status()) && engine_.make_room()) fd = StartConnect(address);
   if (!fd.ok()) return Finish(fd.status());
   fd_ = *std::move(fd);
   connecting_ = true;

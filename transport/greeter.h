@@ -32,7 +32,7 @@ class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greete
 
   /// Both outlive it.
   Greeter(Engine* engine, const HandshakeConfig* config)
-      : loop_(*engine->loop), config_(*config), traffic_(engine->traffic) {}
+      : engine_(*engine), loop_(*engine->loop), config_(*config), traffic_(engine->traffic) {}
   /// Connects and greets.
   void StartClient(const SocketAddress& address, base::MemberId expected, Purpose purpose,
                    absl::Duration limit, Done done);
@@ -50,6 +50,7 @@ class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greete
   absl::Status Receive();
   void Finish(absl::Status status);
 
+  Engine& engine_;
   Loop& loop_;
   const HandshakeConfig& config_;
   Traffic& traffic_;

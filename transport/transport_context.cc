@@ -118,6 +118,10 @@ absl::Status TransportContext::Serve(Fd listening, const SocketAddress& address)
     if (!id.ok()) return;
     acceptor->id = *id;
     self->acceptors_.push_back(acceptor);
+    self->engine_->make_room = [weak = self->weak_from_this()] {
+      const std::shared_ptr<TransportContext> context = weak.lock();
+      return context != nullptr && context->DropOldestOnLoop("no descriptor is left for a call of ours");
+    };
   });
   return absl::OkStatus();
 }
@@ -142,7 +146,9 @@ void TransportContext::AcceptOnLoop(Acceptor* acceptor) {
       case ENFILE:
       case ENOBUFS:
       case ENOMEM:
-        return ShedOnLoop(acceptor->fd.get());
+        // Strangers who stay must not keep out who comes: he may be honest.
+        if (!DropOldestOnLoop("no descriptor is left")) return ShedOnLoop(acceptor->fd.get());
+        continue;
       default:
         continue;  // ECONNABORTED, EINTR and network errors of the one connection.
     }
@@ -179,9 +185,15 @@ void TransportContext::GreetOnLoop(Fd fd, const SocketAddress& address) {
                          self->AdmitOnLoop(*std::move(greeted));
                        });
   if (static_cast<int>(strangers_.size()) > options_.max_unauthenticated) {
-    std::shared_ptr<Greeter> oldest = strangers_.front();
-    oldest->Abort(absl::ResourceExhaustedError("too many strangers at the door; the oldest goes"));
+    DropOldestOnLoop("too many strangers at the door");
   }
+}
+
+bool TransportContext::DropOldestOnLoop(absl::string_view why) {
+  if (strangers_.empty()) return false;
+  const std::shared_ptr<Greeter> oldest = strangers_.front();
+  oldest->Abort(absl::ResourceExhaustedError(absl::StrCat(why, "; the oldest stranger goes")));
+  return true;
 }
 
 void TransportContext::Refuse(const absl::Status& status, const SocketAddress& address) {

@@ -105,6 +105,8 @@ class TransportContext final : public tensorpipe::transport::Context,
   void AcceptOnLoop(Acceptor* acceptor);
   void ShedOnLoop(int listening_fd);
   void GreetOnLoop(Fd fd, const SocketAddress& address);
+  /// False if nobody is at the door.
+  bool DropOldestOnLoop(absl::string_view why);
   void AdmitOnLoop(Greeted greeted);
   absl::Status OnFirstFrame(const std::shared_ptr<Arrival>& arrival, absl::string_view frame);
   absl::Status OnBrochure(const std::shared_ptr<Arrival>& arrival, absl::string_view frame);

@@ -372,21 +372,26 @@ INSTANTIATE_TEST_SUITE_P(Ways, HostileTest, ::testing::Values(Way::kTcp4, Way::k
 INSTANTIATE_TEST_SUITE_P(Ways, SlowStrangersTest, ::testing::Values(Way::kTcp4, Way::kUnix),
                          [](const auto& info) { return WayName(info.param); });
 
+void TakeAllDescriptors(std::vector<Fd>* all) {
+  while (true) {
+    Fd fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (!fd.valid()) return;
+    all->push_back(std::move(fd));
+  }
+}
+
 /// In a process of its own, whose descriptors it may use up. Exits with 0 if all went well.
 void UseUpAllDescriptors(Way way) {
   Member server(Options("server", way)), client(Options("client", way));
   const std::string address = server.endpoint().addresses()[0];
+  const HandshakeConfig known = RawConfig(server.options(), "known");
   auto honest = std::make_unique<HonestTraffic>(client, server);
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 256);
   setrlimit(RLIMIT_NOFILE, &limit);
   std::vector<Fd> all;
-  while (true) {
-    Fd fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
-    if (!fd.valid()) break;
-    all.push_back(std::move(fd));
-  }
+  TakeAllDescriptors(&all);
   for (int i = 0; i < 50; ++i) {
     all.pop_back();  // For our end; the server finds none for its own.
     RawSocket socket(address);
@@ -394,8 +399,29 @@ void UseUpAllDescriptors(Way way) {
     socket.Close();
     all.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
   }
-  auto refused = client.Connect(server);  // Not one descriptor for it: an error, no more.
+  // Not one descriptor for it: an error, no more. (If it took the server's reserve, at the limit.)
+  auto refused = client.Connect(server.endpoint().addresses(), server.id(), Lane::kControl, absl::Seconds(5));
   if (refused.ok()) _exit(3);
+  // Strangers who hold the last descriptors do not keep out who has the key: the oldest goes.
+  all.erase(all.end() - 10, all.end());
+  const uint64_t accepted = server.endpoint().counters().accepted;
+  std::vector<std::unique_ptr<RawSocket>> idle;
+  for (int i = 0; i < 5; ++i) idle.push_back(std::make_unique<RawSocket>(address));
+  while (server.endpoint().counters().accepted < accepted + 5) std::this_thread::yield();
+  TakeAllDescriptors(&all);
+  all.pop_back();
+  RawSocket newcomer(address);
+  ClientHandshake handshake(&known, {}, {0, 0}, NewNonce());
+  if (!newcomer.Greet(handshake) || !idle[0]->SeesTheEnd()) _exit(6);
+  // Nor do they keep the server from calling others.
+  all.pop_back();
+  auto other = std::make_unique<RawListener>(way);
+  TakeAllDescriptors(&all);
+  std::thread call([&server, address = other->address()] { (void)server.Connect({address}, {}); });
+  if (!idle[1]->SeesTheEnd()) _exit(7);
+  other.reset();
+  call.join();
+  idle.clear();
   all.clear();
   auto pipe = client.Connect(server);
   if (!pipe.ok()) _exit(4);
