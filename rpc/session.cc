@@ -405,7 +405,10 @@ void Session::SayBye() {
 }
 
 bool Session::AwaitDrained(absl::Time deadline) const {
-  auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return core_.dead() || core_.drained(); };
+  // A passer-by that told no address and went is not waited for: whoever has the key could hold us up.
+  auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return core_.dead() || core_.drained() || !core_.reachable();
+  };
   absl::MutexLock lock(&mu_);
   return mu_.AwaitWithDeadline(absl::Condition(&drained), deadline);
 }

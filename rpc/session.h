@@ -47,7 +47,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Ends it: calls in flight fail with `reason` (not OK); one log line, of level info if `quiet`.
   /// `notify`: tell the observers.
   void Die(absl::Status reason, bool notify, bool quiet);
-  /// Waits until everything posted has been received. False at `deadline` (of absl::Now's clock).
+  /// Waits until everything posted has been received, or the peer cannot be reached. False at `deadline` (of absl::Now's clock).
   bool AwaitDrained(absl::Time deadline) const;
   /// Tells the peer that we go, in order. It then closes the pipes.
   void SayBye();

@@ -389,6 +389,12 @@ void SessionCore::SayBye() {
 
 bool SessionCore::drained() const { return unacked_count() == 0 && queued_count() == 0; }
 
+bool SessionCore::reachable() const {
+  return options_.can_connect || std::any_of(std::begin(lanes_), std::end(lanes_), [](const LaneState& lane) {
+           return lane.state == State::kGreeting || lane.state == State::kOpen;
+         });
+}
+
 void SessionCore::CheckInvariants() const {
   size_t queued = 0;
   for (const LaneState& lane : lanes_) {

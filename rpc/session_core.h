@@ -137,6 +137,8 @@ class SessionCore {
   void SetCanConnect(absl::Time now);
   /// Nothing waits to be sent or acknowledged.
   bool drained() const;
+  /// There is a pipe, or an address to open one to. Else what is left waits for a peer that may never come.
+  bool reachable() const;
   bool open(Lane lane) const { return LaneOf(lane).state == State::kOpen; }
   PipeId pipe(Lane lane) const { return LaneOf(lane).pipe; }
   uint64_t last_received(Lane lane) const { return LaneOf(lane).last_received; }

@@ -483,6 +483,20 @@ TEST_F(OneCore, WithdrawnMessagesLeaveNoGap) {
   EXPECT_FALSE(core_.Withdraw(second.get()));
 }
 
+TEST(SessionCore, WithoutAPipeAndAnAddressThePeerIsOutOfReach) {
+  const absl::Time now = absl::UnixEpoch();
+  SessionCore::Options options = Defaults();
+  options.can_connect = false;
+  SessionCore core(options);
+  EXPECT_FALSE(core.reachable());
+  core.OnHello(7, Lane::kControl, false, Hello{99, 0, {}}, {0, 0}, now);
+  EXPECT_TRUE(core.reachable());
+  core.OnPipeClosed(7, absl::UnavailableError("cut"), now);
+  EXPECT_FALSE(core.reachable());
+  core.SetCanConnect(now);
+  EXPECT_TRUE(core.reachable());
+}
+
 TEST_F(OneCore, TwoRefusalsInARowAreDeath) {
   auto message = Post(10);
   Take();
