@@ -81,6 +81,13 @@ class Process:
                                  + self.transcript())
         return found[0]
 
+    def wait_news(self, limit_s=1):
+        """Until it says something more, or has ended, or for so long: the pace of a loop that looks."""
+        with self._changed:
+            before = len(self._lines["out"]) + len(self._lines["err"])
+            self._changed.wait_for(lambda: self._open == 0 or
+                                   len(self._lines["out"]) + len(self._lines["err"]) > before, timeout=limit_s)
+
     def wait(self):
         """The exit code (negative: the signal that killed it)."""
         try:
