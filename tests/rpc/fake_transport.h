@@ -76,9 +76,10 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
    public:
     Loop() : thread_([this] { Run(); }) {}
     ~Loop() { Join(); }
+    // After the end of the thread a task is dropped: it would hold what holds the loop.
     void Post(base::Task task) {
       absl::MutexLock lock(&mu_);
-      tasks_.push_back(std::move(task));
+      if (!ended_) tasks_.push_back(std::move(task));
     }
     void Join() {
       {
@@ -96,7 +97,10 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
         {
           absl::MutexLock lock(&mu_);
           mu_.Await(absl::Condition(&ready));
-          if (tasks_.empty()) return;
+          if (tasks_.empty()) {
+            ended_ = true;
+            return;
+          }
           task = std::move(tasks_.front());
           tasks_.pop_front();
         }
@@ -106,6 +110,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     absl::Mutex mu_;
     std::deque<base::Task> tasks_ ABSL_GUARDED_BY(mu_);
     bool stop_ ABSL_GUARDED_BY(mu_) = false;
+    bool ended_ ABSL_GUARDED_BY(mu_) = false;
     std::thread thread_;
   };
 
@@ -265,6 +270,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     void OnPipe(absl::AnyInvocable<void(std::shared_ptr<transport::Pipe>)> on_pipe) override {
       absl::MutexLock lock(&network_->mu_);
       on_pipe_ = std::move(on_pipe);
+      for (auto& pipe : early_) loop_->Post([this, pipe] { on_pipe_(pipe); });
+      early_.clear();
     }
     void Connect(std::vector<std::string> addresses, base::MemberId expected, transport::Lane lane,
                  absl::Duration limit,
@@ -320,7 +327,11 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
       theirs->other_ = ours;
       network_->pipes_.push_back(ours);
       network_->pipes_.push_back(theirs);
-      other->loop_->Post([other = other.get(), theirs] { other->on_pipe_(theirs); });
+      if (!other->on_pipe_) {
+        other->early_.push_back(theirs);  // It waits for OnPipe.
+      } else {
+        other->loop_->Post([other = other.get(), theirs] { other->on_pipe_(theirs); });
+      }
       return std::shared_ptr<transport::Pipe>(ours);
     }
 
@@ -328,6 +339,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     const std::shared_ptr<FakeNetwork> network_;
     const std::shared_ptr<Loop> loop_;
     absl::AnyInvocable<void(std::shared_ptr<transport::Pipe>)> on_pipe_;
+    std::vector<std::shared_ptr<PipeImpl>> early_;
     bool closed_ = false;
   };
 
