@@ -304,7 +304,8 @@ TEST_F(MembershipTest, AMemberMayComeBeforeTheCoordinator) {
   std::vector<std::string> where = {absl::StrCat("127.0.0.1:", port)};
   RankOf nobody("n");
   absl::Status status = Membership::Join(nobody.agent.get(), where, impatient).status();
-  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  // On a busy machine the limit may pass before the first refusal: either way nobody let us in.
+  EXPECT_TRUE(absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status)) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr(where[0]));
   EXPECT_THAT(std::string(status.message()), HasSubstr("within 100ms"));
 
