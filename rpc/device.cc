@@ -36,7 +36,7 @@ absl::Status CheckDeviceMaps(const std::map<std::string, DeviceMap>& maps, int g
   for (const auto& [peer, map] : maps) {
     std::set<int> taken;
     for (const auto& [ours, theirs] : map) {
-      auto refuse = [&, ours = ours, theirs = theirs](absl::string_view why) {
+      auto refuse = [&, peer = peer, ours = ours, theirs = theirs](absl::string_view why) {
         return absl::InvalidArgumentError(
             absl::StrCat("device map for ", peer, ": ", Name(ours), " to ", Name(theirs), ": ", why));
       };
