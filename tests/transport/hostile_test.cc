@@ -392,14 +392,17 @@ void UseUpAllDescriptors(Way way) {
   setrlimit(RLIMIT_NOFILE, &limit);
   std::vector<Fd> all;
   TakeAllDescriptors(&all);
-  for (int i = 0; i < 50; ++i) {
+  const uint64_t refused_before = server.endpoint().counters().refused;
+  for (int i = 1; i <= 50; ++i) {
     all.pop_back();  // For our end; the server finds none for its own.
     RawSocket socket(address);
     if (!socket.connected() || !socket.SeesTheEnd()) _exit(2);
+    // Counted once the server has its reserve back: what we take next is ours.
+    while (server.endpoint().counters().refused < refused_before + i) std::this_thread::yield();
     socket.Close();
     all.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
   }
-  // Not one descriptor for it: an error, no more. (If it took the server's reserve, at the limit.)
+  // Not one descriptor for it: an error, no more.
   auto refused = client.Connect(server.endpoint().addresses(), server.id(), Lane::kControl, absl::Seconds(5));
   if (refused.ok()) _exit(3);
   // Strangers who hold the last descriptors do not keep out who has the key: the oldest goes.
@@ -412,6 +415,7 @@ void UseUpAllDescriptors(Way way) {
   all.pop_back();
   RawSocket newcomer(address);
   ClientHandshake handshake(&known, {}, {0, 0}, NewNonce());
+  if (!newcomer.connected()) _exit(8);
   if (!newcomer.Greet(handshake) || !idle[0]->SeesTheEnd()) _exit(6);
   // Nor do they keep the server from calling others.
   all.pop_back();
