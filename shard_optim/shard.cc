@@ -277,34 +277,43 @@ void Shard::AnswerAttach(int worker) {
   reply(Body(answer));
 }
 
-void Shard::Serve(const base::MemberId& caller, Join request, rpc::Received received, absl::Time,
-                  Reply reply) {
+template <class Act>
+void Shard::ServeMember(const base::MemberId& caller, Reply reply, Act act) {
   std::vector<Action> actions;
-  Join::Reply answer;
-  bool attached = false;
+  absl::StatusOr<rpc::Payload> answer = NotAttached(caller);
   {
     absl::MutexLock lock(&mu_);
-    int worker = core_.WorkerOf(caller);
-    attached = worker >= 0;
-    if (attached) answer.accepted = core_.Join(worker, request.from_step, &actions);
-    if (attached) answer.next_step = core_.NextStep(worker);
+    const int worker = core_.WorkerOf(caller);
+    if (worker >= 0) answer = Body(act(core_, worker, &actions));
   }
   Run(actions);
-  attached ? reply(Body(answer)) : reply(NotAttached(caller));
+  reply(std::move(answer));
+}
+
+void Shard::Serve(const base::MemberId& caller, Join request, rpc::Received received, absl::Time,
+                  Reply reply) {
+  ServeMember(caller, std::move(reply), [&](RoundCore& core, int worker, std::vector<Action>* actions) {
+    Join::Reply answer;
+    answer.accepted = core.Join(worker, request.from_step, actions);
+    answer.next_step = core.NextStep(worker);
+    return answer;
+  });
 }
 
 void Shard::Serve(const base::MemberId& caller, Leave request, rpc::Received received, absl::Time,
                   Reply reply) {
-  std::vector<Action> actions;
-  bool attached = false;
-  {
-    absl::MutexLock lock(&mu_);
-    int worker = core_.WorkerOf(caller);
-    attached = worker >= 0;
-    if (attached) core_.Leave(worker, request.after_step, &actions);
-  }
-  Run(actions);
-  attached ? reply(Body(Empty())) : reply(NotAttached(caller));
+  ServeMember(caller, std::move(reply), [&](RoundCore& core, int worker, std::vector<Action>* actions) {
+    core.Leave(worker, request.after_step, actions);
+    return Empty();
+  });
+}
+
+void Shard::Serve(const base::MemberId& caller, OpenLanding request, rpc::Received received, absl::Time,
+                  Reply reply) {
+  ServeMember(caller, std::move(reply), [&](RoundCore& core, int worker, std::vector<Action>* actions) {
+    core.OpenLanding(worker, request.step, actions);
+    return Empty();
+  });
 }
 
 void Shard::DropWorker(int worker) {

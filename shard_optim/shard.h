@@ -106,6 +106,10 @@ class Shard : public std::enable_shared_from_this<Shard> {
              Reply reply);
   void Serve(const base::MemberId& caller, Leave request, rpc::Received received, absl::Time, Reply reply);
   void Serve(const base::MemberId& caller, Info request, rpc::Received received, absl::Time, Reply reply);
+  /// Changes the part that an attached caller has in the rounds: `act(core, worker, actions)` decides, the
+  /// actions are carried out, and then the message that it returned is the answer.
+  template <class Act>
+  void ServeMember(const base::MemberId& caller, Reply reply, Act act);
   absl::Status CheckPush(const PushGradient& push, const rpc::Received& received, int index) const;
   void KeepWaiter(int index, int worker, int64_t step, Reply reply);
   void Run(const std::vector<Action>& actions);

@@ -194,20 +194,6 @@ void Shard::KeepWaiter(int index, int worker, int64_t step, Reply reply) {
   }
 }
 
-void Shard::Serve(const base::MemberId& caller, OpenLanding request, rpc::Received received, absl::Time,
-                  Reply reply) {
-  std::vector<Action> actions;
-  bool attached = false;
-  {
-    absl::MutexLock lock(&mu_);
-    int worker = core_.WorkerOf(caller);
-    attached = worker >= 0;
-    if (attached) core_.OpenLanding(worker, request.step, &actions);
-  }
-  attached ? reply(Body(Empty())) : reply(NotAttached(caller));
-  Run(actions);
-}
-
 // ---- Actions of the core --------------------------------------------------------------------------------
 
 void Shard::Run(const std::vector<Action>& actions) {
