@@ -14,8 +14,7 @@ class Hook : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit Hook(OnGradient on_gradient) : on_gradient_(std::move(on_gradient)) {}
   void operator()(const torch::autograd::Variable& parameter) override {
-    at::Tensor gradient = TakeGradient(parameter);
-    if (gradient.defined()) on_gradient_(std::move(gradient));
+    if (parameter.grad().defined()) on_gradient_();
   }
 
  private:

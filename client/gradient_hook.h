@@ -9,9 +9,9 @@
 
 namespace Atoll::client {
 
-/// Runs on the thread of backward, after the parameter's gradient of this backward is complete. Given the
-/// gradient, which is the callee's now: `.grad` is undefined.
-using OnGradient = std::function<void(at::Tensor gradient)>;
+/// Runs on the thread of backward, after the parameter's gradient of this backward is complete and was added
+/// to what `.grad` held. The callee may take it (TakeGradient), or leave it for the next to be added to.
+using OnGradient = std::function<void()>;
 
 /// LibTorch holds one such hook a tensor. FailedPrecondition if there is one.
 absl::Status InstallGradientHook(const at::Tensor& parameter, OnGradient on_gradient);

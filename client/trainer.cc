@@ -32,6 +32,7 @@ class TrainerImpl : public Trainer {
   absl::Status Start(const NamedTensors& named);
 
   absl::StatusOr<StepResult> Step() override;
+  AccumulationScope Accumulate() override;
   absl::Status SetLearningRate(double lr) override;
   absl::Status Refresh() override;
   std::vector<std::string> torn() const override { return exchange_->torn(); }
@@ -57,7 +58,10 @@ class TrainerImpl : public Trainer {
   void RemoveHooks();
   absl::Status Usable() const;
 
-  void OnGradient(int parameter, at::Tensor gradient);
+  void OnGradient(int parameter);
+  void KeepGradient(int parameter);
+  void CloseScope();
+  void ForgetCleared();
   void EndOfBackward();
   void BeginStep();
   void HandOver(int parameter, const at::Tensor& gradient);
@@ -76,6 +80,12 @@ class TrainerImpl : public Trainer {
   bool left_ = false;
   absl::Status failed_;  // Of the last step, until Refresh.
 
+  // Of backwards in scopes, before the step begins.
+  int scopes_ = 0;                  // Open ones.
+  int accumulated_ = -1;            // A parameter whose gradient was kept; -1: none.
+  bool in_scope_backward_ = false;  // One has not ended.
+  bool scope_aborted_ = false;      // One threw.
+
   // The step under way.
   int64_t step_ = 1;
   Phase phase_ = Phase::kIdle;
@@ -85,6 +95,7 @@ class TrainerImpl : public Trainer {
   std::vector<int> bucket_missing_;  // By bucket: parameters not handed over.
   std::string repeated_;             // A parameter that had a second gradient.
   bool aborted_ = false;             // Backward threw.
+  bool partly_accumulated_ = false;  // An earlier one in a scope did.
   absl::Status gradient_error_;      // The first gradient that could not be used.
 };
 
@@ -124,8 +135,7 @@ absl::Status TrainerImpl::Start(const NamedTensors& named) {
 
 absl::Status TrainerImpl::InstallHooks(const ParameterSet& parameters) {
   for (int i = 0; i < parameters.count(); ++i) {
-    absl::Status status = InstallGradientHook(
-        parameters.tensor(i), [this, i](at::Tensor gradient) { OnGradient(i, std::move(gradient)); });
+    absl::Status status = InstallGradientHook(parameters.tensor(i), [this, i] { OnGradient(i); });
     if (!status.ok()) return base::Annotate(status, absl::StrCat("parameter '", parameters.name(i), "'"));
     hooked_.push_back(parameters.tensor(i));
   }
@@ -161,9 +171,12 @@ absl::Status TrainerImpl::Usable() const {
 }
 
 // On the thread of backward.
-void TrainerImpl::OnGradient(int parameter, at::Tensor gradient) {
-  if (left_ || !failed_.ok()) return;  // Step says so.
-  if (phase_ == Phase::kLanding || (phase_ == Phase::kPushing && handed_over_[parameter])) {
+void TrainerImpl::OnGradient(int parameter) {
+  const bool usable = !left_ && failed_.ok();
+  if (usable && scopes_ > 0 && phase_ == Phase::kIdle) return KeepGradient(parameter);
+  const at::Tensor gradient = TakeGradient(parameters().tensor(parameter));
+  if (!usable) return;  // Step says so.
+  if (phase_ == Phase::kLanding || (phase_ == Phase::kPushing && (scopes_ > 0 || handed_over_[parameter]))) {
     if (repeated_.empty()) repeated_ = parameters().name(parameter);
     return;
   }
@@ -175,6 +188,38 @@ void TrainerImpl::OnGradient(int parameter, at::Tensor gradient) {
     });
   }
   HandOver(parameter, gradient);
+}
+
+// In a scope: autograd adds the next backward's to it.
+void TrainerImpl::KeepGradient(int parameter) {
+  accumulated_ = parameter;
+  if (in_scope_backward_) return;
+  in_scope_backward_ = true;
+  AtEndOfBackward([this, watch = std::weak_ptr<bool>(alive_)] {
+    if (!watch.expired()) in_scope_backward_ = false;
+  });
+}
+
+AccumulationScope TrainerImpl::Accumulate() {
+  ForgetCleared();
+  ++scopes_;
+  return AccumulationScope([this, watch = std::weak_ptr<bool>(alive_)] {
+    if (!watch.expired()) CloseScope();
+  });
+}
+
+void TrainerImpl::CloseScope() {
+  --scopes_;
+  scope_aborted_ |= std::exchange(in_scope_backward_, false);
+}
+
+// Where no parameter has a gradient, the user dropped what was kept.
+void TrainerImpl::ForgetCleared() {
+  for (int i = 0; i < parameters().count(); ++i) {
+    if (parameters().tensor(i).grad().defined()) return;
+  }
+  accumulated_ = -1;
+  scope_aborted_ = false;
 }
 
 void TrainerImpl::EndOfBackward() {
@@ -194,6 +239,8 @@ void TrainerImpl::BeginStep() {
   }
   repeated_.clear();
   aborted_ = false;
+  partly_accumulated_ = std::exchange(scope_aborted_, false);
+  accumulated_ = -1;
   gradient_error_ = absl::OkStatus();
   phase_ = Phase::kPushing;
   exchange_->Begin(absl::Now() + options_.backward_limit + round_limit() + kMargin);
@@ -262,17 +309,33 @@ absl::Status TrainerImpl::Complaint() {
         absl::StrCat("the backward of step ", push_.number,
                      " did not end; without gradients stayed: ", absl::StrJoin(missing, ", ")));
   }
+  if (partly_accumulated_) {
+    return absl::AbortedError(
+        absl::StrCat("a backward in an accumulation scope of step ", push_.number,
+                     " did not end: the sums that were applied have only a part of its gradients"));
+  }
   if (!repeated_.empty()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "'", repeated_, "' had a second gradient before step ", push_.number,
-        " was complete: one backward a step. The first one's gradients were applied, the second's were not"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("'", repeated_, "' had a second gradient before step ", push_.number,
+                     " was complete: one backward a step, or Accumulate() around all but the last. The first "
+                     "one's gradients were applied, the second's were not"));
   }
   return gradient_error_;
 }
 
 absl::StatusOr<StepResult> TrainerImpl::Step() {
   ATOLL_RETURN_IF_ERROR(Usable());
+  if (scopes_ > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", step_, ": an accumulation scope is open; Step comes after its end"));
+  }
   if (phase_ == Phase::kIdle) {
+    ForgetCleared();
+    if (accumulated_ >= 0) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "step ", step_, ": all backwards were in accumulation scopes, and the sums stay in .grad (of '",
+          parameters().name(accumulated_), "' for one): the last backward comes after the scope's end"));
+    }
     ATOLL_RETURN_IF_ERROR(parameters().CheckInPlace());
     BeginStep();
   }

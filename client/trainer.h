@@ -11,9 +11,20 @@
 //
 // A gradient leaves from its parameter's hook as soon as it is final, lent where it lies; when backward has
 // ended, the owners' new values land in the parameters' own memory. So between the end of backward and the
-// return of Step parameters change: read them before or after. A second backward before Step is an error.
+// return of Step parameters change: read them before or after.
+//
+// One backward a step. Several, for a batch that does not fit into memory, need an accumulation scope around
+// all but the last:
+//
+//   for (int k = 0; k < n; ++k) {
+//     std::optional<AccumulationScope> scope;
+//     if (k + 1 < n) scope.emplace((*trainer)->Accumulate());
+//     (loss(model, part[k]) / n).backward();
+//   }
+//   ATOLL_RETURN_IF_ERROR((*trainer)->Step().status());
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -65,6 +76,20 @@ struct StepResult {
   uint64_t bytes_received = 0;
 };
 
+/// Made by Trainer::Accumulate; open while it lives. Of the trainer's thread; may outlive the trainer.
+class [[nodiscard]] AccumulationScope {
+ public:
+  explicit AccumulationScope(std::function<void()> close) : close_(std::move(close)) {}
+  AccumulationScope(AccumulationScope&& other) noexcept : close_(std::exchange(other.close_, nullptr)) {}
+  AccumulationScope& operator=(AccumulationScope&&) = delete;
+  ~AccumulationScope() {
+    if (close_) close_();
+  }
+
+ private:
+  std::function<void()> close_;
+};
+
 /// Used from one thread (that of the training loop, and of its backward). The destructor removes the hooks
 /// and leaves the roster.
 class Trainer {
@@ -83,9 +108,18 @@ class Trainer {
   /// parameter is then undefined: gradients were handed over. Errors are those of the calls; after one,
   /// parameters that may be half new are torn (torn()), and Step refuses (FailedPrecondition, naming them)
   /// until Refresh(). Without a backward before it, it contributes no gradients. FailedPrecondition after two
-  /// backwards (the first counted, and the step was made), Aborted after one that threw (what had left
-  /// counted), both naming a parameter.
+  /// backwards without a scope (the first counted, and the step was made), Aborted after one that threw (what
+  /// had left counted, and the step was made), both naming a parameter. FailedPrecondition, with nothing done
+  /// and nothing lost, while a scope is open, and after scopes without a backward behind them.
   virtual absl::StatusOr<StepResult> Step() = 0;
+
+  /// While the scope lives, gradients stay in `.grad`, and those of later backwards are added to them by
+  /// autograd, in order: bitwise what it computes without a trainer (sums: divide the losses for a mean). The
+  /// first backward after the scope's end hands over the sums from its hooks; parameters that had gradients
+  /// in the scope alone leave at its end. Scopes may follow each other, or lie in each other. To begin anew,
+  /// undefine all gradients (as zero_grad does) before the next scope. A backward that threw in a scope
+  /// leaves its part in the sums: the next Step is Aborted, as after one outside.
+  virtual AccumulationScope Accumulate() = 0;
 
   /// Sets the learning rate from the next step on. In sync all workers must set the same: a disagreement is
   /// refused.

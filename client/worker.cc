@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <torch/torch.h>
@@ -106,6 +107,23 @@ class Loop {
     return absl::OkStatus();
   }
 
+  /// The mean loss of these images, with its gradients, in as many parts as asked for.
+  double Backward(const at::Tensor& indices) {
+    const int64_t images = indices.numel(), parts = std::min(options_.accumulate, images);
+    double sum = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+      std::optional<AccumulationScope> scope;
+      if (part + 1 < parts) scope.emplace(trainer_.Accumulate());
+      const int64_t begin = images * part / parts, end = images * (part + 1) / parts;
+      const Batch batch = TakeBatch(data_, data_.train, indices.slice(0, begin, end));
+      at::Tensor loss = torch::cross_entropy_loss(model_.Forward(batch.images), batch.labels);
+      if (parts > 1) loss = loss * (static_cast<double>(end - begin) / static_cast<double>(images));
+      loss.backward();
+      sum += loss.item<double>();
+    }
+    return sum;
+  }
+
   absl::StatusOr<double> RunStep(const at::Tensor& indices, WorkerProgress* progress) {
     if (options_.decay == LearningRateDecay::kLinear) {
       const double left = static_cast<double>(steps_ - summary_.steps) / static_cast<double>(steps_);
@@ -113,10 +131,7 @@ class Loop {
     }
     double loss_value = 0;
     try {
-      const Batch batch = TakeBatch(data_, data_.train, indices);
-      const at::Tensor loss = torch::cross_entropy_loss(model_.Forward(batch.images), batch.labels);
-      loss.backward();
-      loss_value = loss.item<double>();
+      loss_value = Backward(indices);
     } catch (const std::exception& error) {
       return absl::InternalError(
           absl::StrCat("step ", summary_.steps + 1, ": the model failed: ", error.what()));
@@ -159,6 +174,7 @@ absl::Status Validate(const WorkerOptions& options) {
   };
   ATOLL_RETURN_IF_ERROR(range("epochs", options.epochs, 1, 1000000));
   ATOLL_RETURN_IF_ERROR(range("batch", options.batch, 1, 1000000));
+  ATOLL_RETURN_IF_ERROR(range("accumulate", options.accumulate, 1, 1000000));
   ATOLL_RETURN_IF_ERROR(range("max_steps", options.max_steps, 0, int64_t{1} << 40));
   if (const auto* sync = std::get_if<shard_optim::Sync>(&options.policy);
       sync != nullptr && sync->round_limit <= absl::ZeroDuration()) {

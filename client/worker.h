@@ -23,8 +23,9 @@ enum class LearningRateDecay {
 
 struct WorkerOptions {
   int64_t epochs = 4;
-  int64_t batch = 64;     ///< Images a step of this worker; in sync a step is of batch x workers.
-  int64_t max_steps = 0;  ///< Ends after so many steps; 0: after `epochs`.
+  int64_t batch = 64;      ///< Images a step of this worker; in sync a step is of batch x workers.
+  int64_t accumulate = 1;  ///< Backwards a step, each of a part of the batch: less memory, the same mean.
+  int64_t max_steps = 0;   ///< Ends after so many steps; 0: after `epochs`.
   shard_optim::AdamOptions adam;
   LearningRateDecay decay = LearningRateDecay::kNone;
   shard_optim::Policy policy = shard_optim::Sync{};

@@ -10,6 +10,8 @@ ABSL_FLAG(std::string, data, "fashion-mnist",
           "images), or the path of a folder with MNIST's four IDX files, gzipped or plain");
 ABSL_FLAG(int, epochs, 4, "how often every image is used");
 ABSL_FLAG(int, batch, 64, "images a step of each worker");
+ABSL_FLAG(int, accumulate, 1,
+          "backwards a step, each of a part of the batch: less memory, and the same mean up to rounding");
 ABSL_FLAG(int, max_steps, 0, "end after so many steps; 0: after --epochs");
 ABSL_FLAG(std::string, optimizer, "adam", "what the owners run: adam");
 ABSL_FLAG(double, lr, 1e-3, "learning rate");

@@ -9,6 +9,7 @@ ABSL_DECLARE_FLAG(std::string, model);
 ABSL_DECLARE_FLAG(std::string, data);
 ABSL_DECLARE_FLAG(int, epochs);
 ABSL_DECLARE_FLAG(int, batch);
+ABSL_DECLARE_FLAG(int, accumulate);
 ABSL_DECLARE_FLAG(int, max_steps);
 ABSL_DECLARE_FLAG(std::string, optimizer);
 ABSL_DECLARE_FLAG(double, lr);
@@ -45,6 +46,7 @@ absl::StatusOr<WorkerFlags> WorkerFlagsFromFlags() {
   WorkerOptions& options = flags.options;
   options.epochs = absl::GetFlag(FLAGS_epochs);
   options.batch = absl::GetFlag(FLAGS_batch);
+  options.accumulate = absl::GetFlag(FLAGS_accumulate);
   options.max_steps = absl::GetFlag(FLAGS_max_steps);
   options.adam = {.lr = absl::GetFlag(FLAGS_lr),
                   .beta1 = absl::GetFlag(FLAGS_beta1),

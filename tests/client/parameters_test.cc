@@ -125,12 +125,12 @@ TEST(GradientHook, TakesTheGradientAndHearsTheEnd) {
   at::Tensor w = Parameter({3});
   at::Tensor got;
   int ends = 0;
-  ASSERT_TRUE(InstallGradientHook(w, [&](at::Tensor gradient) {
-                got = std::move(gradient);
+  ASSERT_TRUE(InstallGradientHook(w, [&] {
+                got = TakeGradient(w);
                 EXPECT_EQ(ends, 0);
                 AtEndOfBackward([&] { ++ends; });
               }).ok());
-  EXPECT_EQ(InstallGradientHook(w, [](at::Tensor) {}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(InstallGradientHook(w, [] {}).code(), absl::StatusCode::kFailedPrecondition);
   (w * 3).sum().backward();
   EXPECT_TRUE(got.equal(at::ones({3}) * 3));
   EXPECT_FALSE(w.grad().defined());

@@ -58,9 +58,9 @@ struct SmallModel {
 };
 
 /// A batch that depends on (step, part) alone; the class is readable from the input.
-struct Batch {
+struct TestBatch {
   at::Tensor x, target;
-  Batch(int step, int part, int size = 16) {
+  TestBatch(int step, int part, int size = 16) {
     x = at::zeros({size, 64});
     target = at::zeros({size}, at::kLong);
     uint64_t state = static_cast<uint64_t>(step) * 7919 + static_cast<uint64_t>(part) * 104729 + 17;
@@ -99,7 +99,7 @@ class LocalAdam {
 };
 
 /// The gradients of one batch, taken from the parameters.
-inline std::vector<at::Tensor> GradientsOf(const SmallModel& model, const Batch& batch) {
+inline std::vector<at::Tensor> GradientsOf(const SmallModel& model, const TestBatch& batch) {
   model.Loss(batch.x, batch.target).backward();
   std::vector<at::Tensor> gradients;
   for (auto& [name, tensor] : model.named()) {

@@ -5,53 +5,18 @@
 #include <memory>
 #include <vector>
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "small_model.h"
-#include "training_job.h"
+#include "trainer_fixture.h"
 
 namespace Atoll::client {
 namespace {
 
-using shard_optim::AdamOptions;
 using shard_optim::Async;
 using shard_optim::Sync;
 using testing::HasSubstr;
-
-// eps above the rounding of gradients (about 1e-9 here): below it Adam makes a whole step of a sign that
-// rounding decided, and no sum of halves stays near the whole batch.
-constexpr AdamOptions kAdam{.lr = 1e-3, .eps = 1e-5, .weight_decay = 0.01};
-
-TrainerOptions OptionsOf(shard_optim::Policy policy = Sync{.round_limit = kHang}) {
-  TrainerOptions options;
-  options.optimizer = kAdam;
-  options.policy = policy;
-  options.chunk_bytes = 128 << 10;
-  options.small_parameter_bytes = 64 << 10;
-  options.attach_limit = kHang;
-  return options;
-}
-
-void ExpectSame(const SmallModel& a, const SmallModel& b) {
-  auto left = a.named(), right = b.named();
-  for (size_t i = 0; i < left.size(); ++i) {
-    EXPECT_TRUE(left[i].second.detach().equal(right[i].second.detach())) << left[i].first;
-  }
-}
-
-std::unique_ptr<Trainer> AttachOrFail(Session& session, const SmallModel& model, TrainerOptions options) {
-  auto trainer = Trainer::Attach(session, model.named(), std::move(options));
-  EXPECT_TRUE(trainer.ok()) << trainer.status();
-  return trainer.ok() ? *std::move(trainer) : nullptr;
-}
-
-class Trainers : public testing::Test {
- protected:
-  void SetUp() override { at::set_num_threads(1); }
-};
 
 // ---- What is computed ---------------------------------------------------------------------------------
 
@@ -63,19 +28,14 @@ TEST_P(SyncParity, IsBitwiseTheHalvedSumInRankOrderAndNearTheWholeBatch) {
   std::vector<SmallModel> models = {SmallModel(1), SmallModel(2)};  // Worker 0's values win.
   InParallel(2, [&](int w) {
     at::set_num_threads(1);
-    auto trainer = AttachOrFail(job.worker(w), models[w], OptionsOf());
+    auto trainer = AttachOrFail(job.worker(w), models[w].named());
     ASSERT_NE(trainer, nullptr);
-    for (int step = 1; step <= kSteps; ++step) {
-      Batch batch(step, w);
-      models[w].Loss(batch.x, batch.target).backward();
-      auto result = trainer->Step();
-      ASSERT_TRUE(result.ok()) << result.status();
-      EXPECT_EQ(result->step, step);
-      EXPECT_EQ(result->contributors, 2);
-      EXPECT_GE(result->bytes_sent, 4u * SmallModel::kElements);
-      EXPECT_EQ(result->bytes_received, result->bytes_sent);
+    TrainSteps(*trainer, models[w], w, kSteps, [&](const StepResult& result) {
+      EXPECT_EQ(result.contributors, 2);
+      EXPECT_GE(result.bytes_sent, 4u * SmallModel::kElements);
+      EXPECT_EQ(result.bytes_received, result.bytes_sent);
       for (auto& [name, tensor] : models[w].named()) EXPECT_FALSE(tensor.grad().defined()) << name;
-    }
+    });
     EXPECT_TRUE(trainer->torn().empty());
     auto shards = trainer->Shards();
     ASSERT_TRUE(shards.ok()) << shards.status();
@@ -92,11 +52,11 @@ TEST_P(SyncParity, IsBitwiseTheHalvedSumInRankOrderAndNearTheWholeBatch) {
   SmallModel halves(1), whole(1);
   LocalAdam adam_of_halves(halves, kAdam), adam_of_whole(whole, kAdam);
   for (int step = 1; step <= kSteps; ++step) {
-    Batch first(step, 0), second(step, 1);
+    TestBatch first(step, 0), second(step, 1);
     std::vector<at::Tensor> sum = GradientsOf(halves, first), other = GradientsOf(halves, second);
     for (size_t i = 0; i < sum.size(); ++i) sum[i] = (sum[i] + other[i]) / 2;
     adam_of_halves.Step(sum);
-    Batch both = first;
+    TestBatch both = first;
     both.x = at::cat({first.x, second.x});
     both.target = at::cat({first.target, second.target});
     adam_of_whole.Step(GradientsOf(whole, both));
@@ -117,23 +77,17 @@ TEST_F(Trainers, AsyncLearnsAndCountsEveryPush) {
   constexpr int kSteps = 60;
   TrainingJob job(2, 2);
   std::vector<SmallModel> models = {SmallModel(1), SmallModel(1)};
-  const Batch probe(1000, 0, 128);
+  const TestBatch probe(1000, 0, 128);
   const double before = models[0].Loss(probe.x, probe.target).item<double>();
   std::atomic<int64_t> steps{0};
   InParallel(2, [&](int w) {
     at::set_num_threads(1);
     TrainerOptions options = OptionsOf(Async{});
     options.optimizer.lr = 1e-2;
-    auto trainer = AttachOrFail(job.worker(w), models[w], options);
+    auto trainer = AttachOrFail(job.worker(w), models[w].named(), options);
     ASSERT_NE(trainer, nullptr);
-    for (int step = 1; step <= kSteps; ++step) {
-      Batch batch(step, w);
-      models[w].Loss(batch.x, batch.target).backward();
-      auto result = trainer->Step();
-      ASSERT_TRUE(result.ok()) << result.status();
-      EXPECT_EQ(result->step, step);
-      EXPECT_EQ(result->contributors, 1);
-    }
+    TrainSteps(*trainer, models[w], w, kSteps,
+               [](const StepResult& result) { EXPECT_EQ(result.contributors, 1); });
     auto gathered = job.worker(w).node().membership().AllGather("done", "", kHang, {"worker0", "worker1"});
     ASSERT_TRUE(gathered.ok()) << gathered.status();
     ASSERT_TRUE(trainer->Refresh().ok());
@@ -155,7 +109,7 @@ TEST_F(Trainers, ParametersWithoutGradientStayOrCountAsZero) {
   SmallModel first(1), expected(1);
   InParallel(2, [&](int w) {
     at::set_num_threads(1);
-    auto trainer = AttachOrFail(job.worker(w), models[w], OptionsOf());
+    auto trainer = AttachOrFail(job.worker(w), models[w].named());
     ASSERT_NE(trainer, nullptr);
     // w1 has a gradient on nobody, w2 and b2 on worker 0 alone, b3 on both.
     at::Tensor loss = models[w].b3.square().sum();
@@ -189,7 +143,7 @@ TEST_F(Trainers, ParametersWithoutGradientStayOrCountAsZero) {
 TEST_F(Trainers, GradientsSetByHandAreTaken) {
   TrainingJob job(1, 1);
   SmallModel model(1), expected(1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
   std::vector<at::Tensor> gradients;
   for (auto& [name, tensor] : model.named()) {
@@ -206,13 +160,12 @@ TEST_F(Trainers, AWindowSmallerThanAChunkOnlySlows) {
   SmallModel model(1), expected(1);
   TrainerOptions options = OptionsOf();
   options.window_bytes = 1;
-  auto trainer = AttachOrFail(job.worker(0), model, options);
+  auto trainer = AttachOrFail(job.worker(0), model.named(), options);
   ASSERT_NE(trainer, nullptr);
   LocalAdam adam(expected, kAdam);
   for (int step = 1; step <= 3; ++step) {
-    Batch batch(step, 0);
-    model.Loss(batch.x, batch.target).backward();
-    ASSERT_TRUE(trainer->Step().ok());
+    const TestBatch batch(step, 0);
+    ASSERT_TRUE(TrainOn(*trainer, model, batch).ok());
     adam.Step(GradientsOf(expected, batch));
   }
   ExpectSame(model, expected);
@@ -221,13 +174,12 @@ TEST_F(Trainers, AWindowSmallerThanAChunkOnlySlows) {
 TEST_F(Trainers, TheLearningRateChangesFromTheNextStep) {
   TrainingJob job(1, 1);
   SmallModel model(1), expected(1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
   EXPECT_EQ(trainer->SetLearningRate(-1).code(), absl::StatusCode::kInvalidArgument);
   ASSERT_TRUE(trainer->SetLearningRate(0).ok());
-  Batch batch(1, 0);
-  model.Loss(batch.x, batch.target).backward();
-  ASSERT_TRUE(trainer->Step().ok());
+  const TestBatch batch(1, 0);
+  ASSERT_TRUE(TrainOn(*trainer, model, batch).ok());
   ExpectSame(model, expected);
 }
 
@@ -239,19 +191,15 @@ TEST_F(Trainers, AWorkerLeavesAndTheOtherGoesOn) {
   std::vector<int> contributors;
   InParallel(2, [&](int w) {
     at::set_num_threads(1);
-    auto trainer = AttachOrFail(job.worker(w), models[w], OptionsOf());
+    auto trainer = AttachOrFail(job.worker(w), models[w].named());
     ASSERT_NE(trainer, nullptr);
-    for (int step = 1; step <= (w == 0 ? 6 : 3); ++step) {
-      Batch batch(step, w);
-      models[w].Loss(batch.x, batch.target).backward();
-      auto result = trainer->Step();
-      ASSERT_TRUE(result.ok()) << result.status();
-      if (w == 0) contributors.push_back(result->contributors);
-    }
+    TrainSteps(*trainer, models[w], w, w == 0 ? 6 : 3, [&](const StepResult& result) {
+      if (w == 0) contributors.push_back(result.contributors);
+    });
     if (w == 1) {
       ASSERT_TRUE(trainer->Leave().ok());
       EXPECT_EQ(trainer->Step().status().code(), absl::StatusCode::kFailedPrecondition);
-      Batch batch(9, 1);
+      TestBatch batch(9, 1);
       models[1].Loss(batch.x, batch.target).backward();  // Its gradients are its own again.
       EXPECT_TRUE(models[1].w1.grad().defined());
     }
@@ -263,13 +211,11 @@ TEST_F(Trainers, AKilledWorkersRoundGoesOnAndItsSuccessorJoins) {
   TrainingJob job(2, 2);
   std::vector<SmallModel> models = {SmallModel(1), SmallModel(1)};
   std::vector<std::unique_ptr<Trainer>> trainers(2);
-  InParallel(2, [&](int w) { trainers[w] = AttachOrFail(job.worker(w), models[w], OptionsOf()); });
+  InParallel(2, [&](int w) { trainers[w] = AttachOrFail(job.worker(w), models[w].named()); });
   ASSERT_TRUE(trainers[0] != nullptr && trainers[1] != nullptr);
   auto step = [&](int w, int number) {
     at::set_num_threads(1);
-    Batch batch(number, w);
-    models[w].Loss(batch.x, batch.target).backward();
-    return trainers[w]->Step();
+    return TrainOn(*trainers[w], models[w], TestBatch(number, w));
   };
   InParallel(2, [&](int w) { EXPECT_TRUE(step(w, 1).ok()); });
   job.CutOffWorker(1);
@@ -301,11 +247,10 @@ TEST_F(Trainers, AKilledWorkersRoundGoesOnAndItsSuccessorJoins) {
     absl::Status restarted = job.RestartWorker(1);
     EXPECT_TRUE(restarted.ok()) << restarted;
     if (restarted.ok()) {
-      auto trainer = AttachOrFail(job.worker(1), successor, OptionsOf());
+      auto trainer = AttachOrFail(job.worker(1), successor.named());
       for (int i = 0; trainer != nullptr && i < 3; ++i) {
-        Batch batch(100 + i, 1);
-        successor.Loss(batch.x, batch.target).backward();
-        auto result = trainer->Step();
+        const TestBatch batch(100 + i, 1);
+        auto result = TrainOn(*trainer, successor, batch);
         EXPECT_TRUE(result.ok()) << result.status();
         if (!result.ok()) break;
         EXPECT_EQ(result->contributors, 2);
@@ -325,12 +270,11 @@ TEST_F(Trainers, AKilledWorkersRoundGoesOnAndItsSuccessorJoins) {
 TEST_F(Trainers, AnOwnersDeathIsNamedAndSticks) {
   TrainingJob job(2, 1);
   SmallModel model(1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
   job.CutOffOwner(1);
-  Batch batch(1, 0);
-  model.Loss(batch.x, batch.target).backward();
-  auto result = trainer->Step();
+  const TestBatch batch(1, 0);
+  auto result = TrainOn(*trainer, model, batch);
   EXPECT_EQ(result.status().code(), absl::StatusCode::kUnavailable) << result.status();
   EXPECT_THAT(std::string(result.status().message()), HasSubstr("owner1"));
   result = trainer->Step();
@@ -365,12 +309,12 @@ TEST_F(Trainers, DifferentLearningRatesAreRefusedAndMended) {
   std::vector<SmallModel> models = {SmallModel(1), SmallModel(1)};
   InParallel(2, [&](int w) {
     at::set_num_threads(1);
-    auto trainer = AttachOrFail(job.worker(w), models[w], OptionsOf(Sync{.round_limit = absl::Seconds(3)}));
+    auto trainer =
+        AttachOrFail(job.worker(w), models[w].named(), OptionsOf(Sync{.round_limit = absl::Seconds(3)}));
     ASSERT_NE(trainer, nullptr);
     ASSERT_TRUE(trainer->SetLearningRate(w == 0 ? 0.01 : 0.02).ok());
-    Batch batch(1, w);
-    models[w].Loss(batch.x, batch.target).backward();
-    auto result = trainer->Step();
+    TestBatch batch(1, w);
+    auto result = TrainOn(*trainer, models[w], batch);
     EXPECT_FALSE(result.ok());
     EXPECT_THAT(result.status().code(),
                 testing::AnyOf(absl::StatusCode::kInvalidArgument, absl::StatusCode::kDeadlineExceeded));
@@ -380,8 +324,7 @@ TEST_F(Trainers, DifferentLearningRatesAreRefusedAndMended) {
     ASSERT_TRUE(trainer->SetLearningRate(0.01).ok());
     absl::Status refreshed = trainer->Refresh();
     ASSERT_TRUE(refreshed.ok()) << refreshed;
-    models[w].Loss(batch.x, batch.target).backward();
-    result = trainer->Step();
+    result = TrainOn(*trainer, models[w], batch);
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_EQ(result->step, 1);
     EXPECT_EQ(result->contributors, 2);
@@ -392,7 +335,7 @@ TEST_F(Trainers, DifferentLearningRatesAreRefusedAndMended) {
 TEST_F(Trainers, OneTensorOneTrainer) {
   TrainingJob job(1, 1);
   SmallModel model(1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
   TrainerOptions options = OptionsOf();
   options.name = "other";
@@ -403,14 +346,12 @@ TEST_F(Trainers, OneTensorOneTrainer) {
   EXPECT_EQ(Trainer::Attach(job.worker(0), third.named(), OptionsOf()).status().code(),
             absl::StatusCode::kAlreadyExists);  // One of the name.
   // The first is unharmed; and when it is gone, another may come, to the same shards.
-  Batch batch(1, 0);
-  model.Loss(batch.x, batch.target).backward();
-  ASSERT_TRUE(trainer->Step().ok());
+  const TestBatch batch(1, 0);
+  ASSERT_TRUE(TrainOn(*trainer, model, batch).ok());
   trainer.reset();
-  trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
-  model.Loss(batch.x, batch.target).backward();
-  auto result = trainer->Step();
+  auto result = TrainOn(*trainer, model, batch);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->step, 2);
 }
@@ -418,19 +359,17 @@ TEST_F(Trainers, OneTensorOneTrainer) {
 TEST_F(Trainers, TwoBackwardsAreRefusedAndTheNextStepIsFine) {
   TrainingJob job(1, 1);
   SmallModel model(1), expected(1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
   LocalAdam adam(expected, kAdam);
-  Batch batch(1, 0), other(2, 0);
+  TestBatch batch(1, 0), other(2, 0);
   model.Loss(batch.x, batch.target).backward();
-  model.Loss(other.x, other.target).backward();
-  auto result = trainer->Step();
+  auto result = TrainOn(*trainer, model, other);
   EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(result.status().message()), HasSubstr("second gradient"));
   adam.Step(GradientsOf(expected, batch));
   ExpectSame(model, expected);
-  model.Loss(other.x, other.target).backward();
-  result = trainer->Step();
+  result = TrainOn(*trainer, model, other);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->step, 2);
   adam.Step(GradientsOf(expected, other));
@@ -440,9 +379,9 @@ TEST_F(Trainers, TwoBackwardsAreRefusedAndTheNextStepIsFine) {
 TEST_F(Trainers, ABackwardThatThrewIsToldAndTheNextStepIsFine) {
   TrainingJob job(1, 1);
   SmallModel model(1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
-  Batch batch(1, 0);
+  TestBatch batch(1, 0);
   at::Tensor middle = at::relu(at::addmm(model.b1, batch.x, model.w1.t()));
   middle.register_hook([](at::Tensor gradient) -> at::Tensor { throw std::runtime_error("stop here"); });
   at::Tensor loss = at::addmm(model.b2, middle, model.w2.t()).square().sum();
@@ -450,8 +389,7 @@ TEST_F(Trainers, ABackwardThatThrewIsToldAndTheNextStepIsFine) {
   auto result = trainer->Step();
   EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted) << result.status();
   EXPECT_THAT(std::string(result.status().message()), HasSubstr("w1"));
-  model.Loss(batch.x, batch.target).backward();
-  result = trainer->Step();
+  result = TrainOn(*trainer, model, batch);
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->step, 2);
 }
@@ -470,7 +408,7 @@ TEST_F(Trainers, AfterTheSessionLeftAllIsRefused) {
   EXPECT_EQ(Session::Join(job.LaunchOf(0, 1)).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(job.worker(0).worker_index(), 0);
   EXPECT_EQ(job.worker(0).worker_count(), 1);
-  auto trainer = AttachOrFail(job.worker(0), model, OptionsOf());
+  auto trainer = AttachOrFail(job.worker(0), model.named());
   ASSERT_NE(trainer, nullptr);
   EXPECT_TRUE(job.worker(0).Leave(kHang).ok());
   EXPECT_EQ(trainer->Step().status().code(), absl::StatusCode::kFailedPrecondition);

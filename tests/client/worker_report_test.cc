@@ -148,6 +148,9 @@ TEST(WorkerOptionsTest, NamesWhatIsOutOfRange) {
   options.batch = -1;
   EXPECT_THAT(std::string(Validate(options).message()), HasSubstr("batch is -1"));
   options = {};
+  options.accumulate = 0;
+  EXPECT_THAT(std::string(Validate(options).message()), HasSubstr("accumulate is 0"));
+  options = {};
   options.policy = shard_optim::Sync{absl::ZeroDuration()};
   EXPECT_THAT(std::string(Validate(options).message()), HasSubstr("round_limit"));
   options = {};

@@ -1,18 +1,13 @@
 #include "recorded.h"
 
-#include <fcntl.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-
-extern char** environ;
+#include "live_python.h"
 
 namespace Atoll::shard_optim {
 namespace {
@@ -38,30 +33,6 @@ std::vector<ParameterSpec> Parameters() {
     specs.push_back(spec);
   }
   return specs;
-}
-
-// Exit status of a program found by its path; -1 if it did not start. With `quiet` its errors are not shown.
-int Run(std::vector<std::string> arguments, bool quiet) {
-  std::vector<char*> argv;
-  for (std::string& argument : arguments) argv.push_back(argument.data());
-  argv.push_back(nullptr);
-  // Python is no sanitized program; what its own libraries leak is not ours to report.
-  std::vector<std::string> environment;
-  for (char** entry = environ; *entry != nullptr; ++entry) environment.emplace_back(*entry);
-  std::vector<char*> envp;
-  for (std::string& entry : environment) {
-    if (entry.rfind("LD_PRELOAD=", 0) != 0) envp.push_back(entry.data());
-  }
-  envp.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  if (quiet) posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
-  pid_t pid = 0;
-  int error = posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), envp.data());
-  posix_spawn_file_actions_destroy(&actions);
-  int status = 0;
-  if (error != 0 || waitpid(pid, &status, 0) != pid) return -1;
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
 void Read(std::ifstream& in, Recorded::Tensors& tensors, const std::vector<ParameterSpec>& specs) {
@@ -94,16 +65,16 @@ Recorded Load(const std::string& path, const Config& config) {
 }
 
 std::vector<Recorded> Record() {
-  if (Run({ATOLL_TEST_PYTHON, "-c", "import torch"}, true) != 0) return {};
+  if (!PythonHasTorch()) return {};
   std::string folder = absl::StrCat(::testing::TempDir(), "atoll_recorded_", getpid());
   std::filesystem::create_directories(folder);
-  std::vector<std::string> command = {ATOLL_TEST_PYTHON, ATOLL_TEST_FOLDER "/record_adam.py", folder};
+  std::vector<std::string> command = {ATOLL_TEST_FOLDER "/record_adam.py", folder};
   for (const Config& config : kConfigs) {
     command.push_back(
         absl::StrCat(config.workers, ",", config.weight_decay, ",", config.beta1, ",", config.late ? 1 : 0));
   }
   std::vector<Recorded> recordings;
-  int status = Run(command, false);
+  int status = RunPython(command);
   EXPECT_EQ(status, 0) << "record_adam.py failed";
   for (size_t i = 0; status == 0 && i < std::size(kConfigs); ++i) {
     recordings.push_back(Load(absl::StrCat(folder, "/", i, ".bin"), kConfigs[i]));

@@ -1,5 +1,4 @@
-// Runs of torch.optim.Adam(fused=True), recorded live with the Python of the same torch (record_adam.py): a
-// committed recording would hold the values of one machine's libraries.
+// Runs of torch.optim.Adam(fused=True), recorded live by record_adam.py.
 #pragma once
 
 #include <string>
@@ -22,14 +21,7 @@ struct Recorded {
   Tensors end, exp_avg, exp_avg_sq;
 };
 
-/// All recordings, made once a process. Empty if that Python cannot import torch: the test then skips loudly.
+/// All recordings, made once a process. Empty if Python could not (ATOLL_NEEDS_PYTHON).
 const std::vector<Recorded>& Recordings();
-
-/// Skips the calling test, so that ctest shows it, where there are no recordings.
-#define ATOLL_NEEDS_RECORDINGS()                                                                       \
-  if (Recordings().empty()) {                                                                          \
-    std::puts("ATOLL_TEST_SKIPPED: " ATOLL_TEST_PYTHON " cannot import torch: no parity with Python"); \
-    GTEST_SKIP();                                                                                      \
-  }
 
 }  // namespace Atoll::shard_optim
