@@ -16,7 +16,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "absl/synchronization/notification.h"
-#include "atoll/rpc/agent.h"
+#include "atoll/tests/cuda/agents.h"
 #include "atoll/tests/cuda/gpu.h"
 
 namespace Atoll::cuda_test {
@@ -26,12 +26,12 @@ using base::GetRan;
 using base::Ran;
 using rpc::Agent;
 using rpc::Copy;
+using rpc::DeviceMap;
 using rpc::Lend;
 using rpc::Payload;
 using rpc::Received;
 using rpc::ServerCall;
 using ::testing::HasSubstr;
-using DeviceMap = std::map<int, int>;
 
 constexpr absl::Duration kHang = absl::Seconds(120);
 constexpr int64_t kCount = 1 << 20;
@@ -58,43 +58,17 @@ bool Is(const at::Tensor& tensor, int value) {
   at::Tensor here = tensor.cpu();
   return here.numel() > 0 && here.eq(value).all().item<bool>();
 }
-Payload Of(std::vector<at::Tensor> tensors) {
-  Payload payload;
-  for (at::Tensor& tensor : tensors) payload.tensors.push_back(Copy(std::move(tensor)));
-  return payload;
-}
 
-class AgentGpuTest : public ::testing::Test {
+class AgentGpuTest : public AgentsTest {
  protected:
   void SetUp() override {
     ATOLL_NEEDS_GPU();
     Check(cudaSetDevice(0), "cudaSetDevice");
   }
-  Agent& Start(const std::string& name, std::map<std::string, DeviceMap> maps) {
-    rpc::AgentOptions options;
-    options.self = {name, base::NewIncarnation()};
-    options.device_maps = std::move(maps);
-    transport::EndpointOptions endpoint;
-    endpoint.job = "agent-gpu-test";
-    endpoint.self = options.self;
-    endpoint.key.bytes = "a key of at least sixteen bytes";
-    auto created = transport::CreateEndpoint(endpoint);
-    EXPECT_TRUE(created.ok()) << created.status();
-    options.endpoint = *created;
-    auto agent = Agent::Start(options);
-    EXPECT_TRUE(agent.ok()) << agent.status();
-    return *(agents_[name] = *std::move(agent));
-  }
   void StartTwo(DeviceMap a_to_b = {{0, 0}}) {
     a_ = &Start("a", {{"b", std::move(a_to_b)}});
     b_ = &Start("b", {});
     a_->AddPeer({b_->self(), b_->addresses()});
-  }
-  static void Serve(Agent& agent, const std::string& name, std::function<void(ServerCall)> handler) {
-    ASSERT_TRUE(agent.Register({name}, std::move(handler)).ok());
-  }
-  static void ServeEcho(Agent& agent) {
-    Serve(agent, "echo", [](ServerCall call) { std::move(call.responder).Reply(Of(call.request.tensors)); });
   }
   /// x + 1, late.
   static void ServeAdd(Agent& agent, int device) {
@@ -103,10 +77,6 @@ class AgentGpuTest : public ::testing::Test {
       std::move(call.responder).Reply(Of({call.request.tensors[0].add(1)}));
     });
   }
-
-  std::map<std::string, std::unique_ptr<Agent>> agents_;
-  Agent* a_ = nullptr;
-  Agent* b_ = nullptr;
 };
 
 TEST_F(AgentGpuTest, Echo) {

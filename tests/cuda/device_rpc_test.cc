@@ -13,9 +13,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "atoll/rpc/agent.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/wire.h"
+#include "atoll/tests/cuda/agents.h"
 #include "atoll/tests/cuda/gpu_endpoint.h"
 
 namespace Atoll::rpc {
@@ -26,6 +26,8 @@ using base::Ran;
 using cuda_test::Before;
 using cuda_test::FakeGpu;
 using cuda_test::GpuEndpoint;
+using cuda_test::Maps;
+using cuda_test::Of;
 using cuda_test::Work;
 using ::testing::Contains;
 using ::testing::HasSubstr;
@@ -46,15 +48,7 @@ bool Is(const at::Tensor& tensor, float value) {
 }
 int Index(const at::Tensor& tensor) { return tensor.device().is_cpu() ? kCpuIndex : tensor.device().index(); }
 
-Payload Of(std::vector<at::Tensor> tensors) {
-  Payload payload;
-  for (at::Tensor& tensor : tensors) payload.tensors.push_back(Copy(std::move(tensor)));
-  return payload;
-}
-
-using Maps = std::map<std::string, DeviceMap>;
-
-class DeviceRpcTest : public ::testing::Test {
+class DeviceRpcTest : public cuda_test::AgentsTest {
  protected:
   void SetUp() override { FakeGpu::Get(); }
   void TearDown() override {
@@ -62,35 +56,15 @@ class DeviceRpcTest : public ::testing::Test {
     EXPECT_FALSE(FakeGpu::Get().ever_waited_on_host());
   }
   Agent& Start(const std::string& name, Maps maps, int peers_gpus = FakeGpu::kGpus) {
-    AgentOptions options;
-    options.self = {name, base::NewIncarnation()};
-    options.device_maps = std::move(maps);
-    transport::EndpointOptions endpoint;
-    endpoint.job = "device-test";
-    endpoint.self = options.self;
-    endpoint.key.bytes = "a key of at least sixteen bytes";
-    auto created = transport::CreateEndpoint(endpoint);
-    EXPECT_TRUE(created.ok()) << created.status();
-    options.endpoint = std::make_shared<GpuEndpoint>(*created, peers_gpus);
-    auto agent = Agent::Start(options);
-    EXPECT_TRUE(agent.ok()) << agent.status();
-    return *(agents_[name] = *std::move(agent));
+    return AgentsTest::Start(name, std::move(maps), [&](EndpointPtr endpoint) {
+      return std::make_shared<GpuEndpoint>(std::move(endpoint), peers_gpus);
+    });
   }
   void StartTwo(DeviceMap a_to_b, int gpus_of_b = FakeGpu::kGpus) {
     a_ = &Start("a", {{"b", std::move(a_to_b)}}, gpus_of_b);
     b_ = &Start("b", {});
     a_->AddPeer({b_->self(), b_->addresses()});
   }
-  static void Serve(Agent& agent, const std::string& name, std::function<void(ServerCall)> handler) {
-    ASSERT_TRUE(agent.Register({name}, std::move(handler)).ok());
-  }
-  static void ServeEcho(Agent& agent) {
-    Serve(agent, "echo", [](ServerCall call) { std::move(call.responder).Reply(Of(call.request.tensors)); });
-  }
-
-  std::map<std::string, std::unique_ptr<Agent>> agents_;
-  Agent* a_ = nullptr;
-  Agent* b_ = nullptr;
 };
 
 // Maps.

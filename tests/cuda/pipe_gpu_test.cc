@@ -25,6 +25,7 @@ using transport::Pipe;
 using transport::testing::kLimit;
 using transport::testing::Member;
 using transport::testing::Options;
+using transport::testing::PipePair;
 using transport::testing::Read;
 using transport::testing::ReadDescriptor;
 using transport::testing::StartWrite;
@@ -54,21 +55,14 @@ void Transfer(Pipe& from, Pipe& to, Buffer source, Buffer into) {
   ASSERT_TRUE(done.ok()) << done.status();
 }
 
-class PipeGpuTest : public ::testing::Test {
+class PipeGpuTest : public ::testing::Test, protected PipePair {
  protected:
   void SetUp() override {
     ATOLL_NEEDS_GPU();
     server_ = std::make_unique<Member>(Options("server"));
     client_ = std::make_unique<Member>(Options("client"));
-    auto pipe = client_->Connect(*server_);
-    ASSERT_TRUE(pipe.ok()) << pipe.status();
-    near_ = *pipe;
-    far_ = server_->Accepted();
-    ASSERT_NE(far_, nullptr);
+    Connect();
   }
-
-  std::unique_ptr<Member> server_, client_;
-  std::shared_ptr<Pipe> near_, far_;
 };
 
 TEST_F(PipeGpuTest, TheLibraryIsLoadedAndHasChannels) {

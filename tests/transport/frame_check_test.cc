@@ -6,29 +6,17 @@
 #include <string>
 
 #include "absl/strings/match.h"
+#include "atoll/tests/transport/raw_peer.h"
 
 namespace Atoll::transport {
 namespace {
 
 using tensorpipe::NopHolder;
-
-template <class T>
-std::string Encode(T object) {
-  NopHolder<T> holder;
-  holder.getObject() = std::move(object);
-  return EncodeFrame(holder);
-}
+using testing::Encode;
 
 tensorpipe::Descriptor SomeDescriptor() {
-  tensorpipe::Descriptor descriptor;
+  tensorpipe::Descriptor descriptor = testing::DescriptorOf({0, 5, size_t{1} << 40});
   descriptor.metadata = std::string(300, 'm');
-  for (size_t bytes : {0ul, 5ul, 1ul << 40}) {
-    tensorpipe::Descriptor::Tensor tensor;
-    tensor.length = bytes;
-    tensor.sourceDevice = tensorpipe::Device("cpu", 0);
-    tensor.targetDevice = tensorpipe::Device("cpu", 0);
-    descriptor.tensors.push_back(tensor);
-  }
   return descriptor;
 }
 

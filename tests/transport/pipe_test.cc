@@ -18,7 +18,7 @@ struct Case {
   bool cma;
 };
 
-class PipeTest : public ::testing::TestWithParam<Case> {
+class PipeTest : public ::testing::TestWithParam<Case>, protected PipePair {
  protected:
   void SetUp() override {
     if (!Possible(GetParam().way)) GTEST_SKIP() << "ATOLL_TEST_SKIPPED: this machine has no ::1";
@@ -30,16 +30,6 @@ class PipeTest : public ::testing::TestWithParam<Case> {
     options.enable_cma = GetParam().cma;
     return std::make_unique<Member>(options);
   }
-  void Connect() {
-    auto pipe = client_->Connect(*server_);
-    ASSERT_TRUE(pipe.ok()) << pipe.status();
-    near_ = *pipe;
-    far_ = server_->Accepted();
-    ASSERT_NE(far_, nullptr);
-  }
-
-  std::unique_ptr<Member> server_, client_;
-  std::shared_ptr<Pipe> near_, far_;
 };
 
 TEST_P(PipeTest, PeersKnowEachOther) {

@@ -94,6 +94,20 @@ class Member {
   std::deque<std::shared_ptr<Pipe>> pipes_ ABSL_GUARDED_BY(mu_);
 };
 
+/// Two members and a pipe between them.
+struct PipePair {
+  void Connect() {
+    auto pipe = client_->Connect(*server_);
+    ASSERT_TRUE(pipe.ok()) << pipe.status();
+    near_ = *pipe;
+    far_ = server_->Accepted();
+    ASSERT_NE(far_, nullptr);
+  }
+
+  std::unique_ptr<Member> server_, client_;
+  std::shared_ptr<Pipe> near_, far_;
+};
+
 inline base::Future<base::Unit> StartWrite(Pipe& pipe, Message message) {
   base::Promise<base::Unit> promise;
   pipe.Write(std::move(message), [promise](absl::Status status) {
