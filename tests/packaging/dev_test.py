@@ -4,11 +4,11 @@
 Each test runs a copy of ./dev with commands of its own first in PATH (dpkg-query, id, df ...), which show it another
 machine than this one.
 """
+import importlib.util
 import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import unittest
 
@@ -50,9 +50,31 @@ class DevTest(unittest.TestCase):
             file.write(f"__version__ = '{version}+cu130'\n")
         return torch
 
-    def dev(self, *arguments):
+    def dev(self, *arguments, cwd='/'):
         return subprocess.run([os.path.join(self.tree, 'dev'), *arguments], env=self.environment,
-                              capture_output=True, text=True, timeout=60, cwd='/')
+                              capture_output=True, text=True, timeout=120, cwd=cwd)
+
+    def only_commands(self, *without):
+        """A PATH that has what ./dev itself uses, and no more."""
+        for name in ('awk', 'basename', 'bash', 'cat', 'cmake', 'cmp', 'cp', 'dirname', 'env', 'flock', 'grep', 'mkdir',
+                     'ninja', 'nproc', 'python3', 'readlink', 'rm', 'sed', 'tail', 'uname'):
+            if name not in without:
+                self.put(name, f'exec {shutil.which(name)} "$@"')
+        self.environment['PATH'] = self.commands
+
+    def fake_build(self):
+        """A machine on which all is installed, and a build that takes no time; what CMake was given, one a line."""
+        self.put('dpkg-query', ALL_INSTALLED)
+        given = os.path.join(self.folder.name, 'given-to-cmake')
+        self.put('cmake', f'for a in "$@"; do echo "$a" >>{given}; [ "$b" != -B ] || : >"$a/build.ninja"; b=$a; done')
+        self.put('ninja', 'exit 0')
+        self.put('ctest', 'echo "ctest $*"')
+        return given
+
+    def said(self, *arguments, **options):
+        done = self.dev(*arguments, **options)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
 
     def refused(self, *arguments):
         done = self.dev(*arguments)
@@ -106,14 +128,27 @@ class DevTest(unittest.TestCase):
 
     def test_no_network_for_torch(self):
         self.put('dpkg-query', ALL_INSTALLED)
-        venv = os.path.join(self.tree, '.venv', 'bin')
-        os.makedirs(venv)
-        with open(os.path.join(venv, 'python'), 'w') as file:
-            file.write('#!/bin/sh\necho could not find a version that satisfies torch >&2\nexit 1\n')
-        os.chmod(os.path.join(venv, 'python'), 0o755)
+        self.fake_venv('case "$*" in *--version) exit 0 ;; esac; echo could not find torch >&2; exit 1')
         text = self.refused('setup')
         self.assertIn('no network', text)
         self.assertIn('./dev build --torch DIR', text)
+
+    def fake_venv(self, script):
+        python = os.path.join(self.tree, '.venv', 'bin', 'python')
+        os.makedirs(os.path.dirname(python))
+        with open(python, 'w') as file:
+            file.write(f'#!/bin/sh\n{script}\n')
+        os.chmod(python, 0o755)
+        return python
+
+    def test_a_half_made_virtual_environment_is_made_anew(self):
+        if importlib.util.find_spec('ensurepip') is None:
+            self.skipTest('this machine cannot make virtual environments')
+        self.put('dpkg-query', ALL_INSTALLED)
+        self.environment['PIP_NO_INDEX'] = '1'
+        python = self.fake_venv('echo No module named pip >&2; exit 1')
+        self.assertIn('could not install torch', self.refused('setup'))
+        self.assertEqual(subprocess.run([python, '-m', 'pip', '--version'], capture_output=True).returncode, 0)
 
     def test_too_little_disk(self):
         self.put('dpkg-query', ALL_INSTALLED)
@@ -122,12 +157,24 @@ class DevTest(unittest.TestCase):
 
     def test_no_compiler(self):
         self.environment['ATOLL_SKIP_PACKAGES'] = '1'
-        # A PATH that has all but g++.
-        for name in ('bash', 'env', 'awk', 'basename', 'cat', 'cmp', 'cp', 'dirname', 'flock', 'grep', 'mkdir', 'nproc',
-                     'readlink', 'sed', 'tail', 'uname'):
-            os.symlink(shutil.which(name), os.path.join(self.commands, name))
-        self.environment['PATH'] = self.commands
+        self.only_commands()
         self.assertIn('no compiler', self.refused('setup'))
+
+    def test_without_packages_what_is_missing_is_named(self):
+        self.environment['ATOLL_SKIP_PACKAGES'] = '1'
+        self.only_commands('ninja')
+        self.put('g++', 'while read -r line; do case $line in missing*gtest*) echo "$line" ;; esac; done')
+        text = self.refused('setup')
+        self.assertIn('ninja (ninja-build)', text)
+        self.assertIn('gtest/gtest.h (libgtest-dev)', text)
+        self.assertNotIn('cmake', text)
+
+    def test_without_packages_what_is_here_is_found(self):
+        # This machine builds the tree: nothing may be said to be missing.
+        self.environment['ATOLL_SKIP_PACKAGES'] = '1'
+        given = self.fake_build()
+        self.said('build', '--torch', self.fake_torch())
+        self.assertTrue(os.path.exists(given))
 
     def test_an_installed_torch_is_used_without_a_network(self):
         self.put('dpkg-query', ALL_INSTALLED)
@@ -143,6 +190,73 @@ class DevTest(unittest.TestCase):
         self.put('dpkg-query', ALL_INSTALLED)
         self.assertRegex(self.refused('build', '--torch', self.fake_torch('2.9.1')), r'is 2\.9\.1.*needed is 2\.11\.0')
         self.assertIn('no torch in', self.refused('build', '--torch', '/nowhere'))
+
+    def test_relative_paths_are_the_callers(self):
+        given = self.fake_build()
+        torch = self.fake_torch()
+        self.said('build', '--torch', 'torch', cwd=os.path.dirname(torch))
+        with open(given) as file:
+            self.assertIn(f'-DATOLL_TORCH_DIR={torch}\n', file.readlines())
+        self.put('python3', 'pwd; echo "$@"')
+        where, words = self.said('demo', '--json', 'out.json', cwd=self.commands).strip().split('\n')[-2:]
+        self.assertEqual(where, self.commands)
+        self.assertEqual(words, f'{self.tree}/tools/demo.py --bin {self.tree}/build/release/bin --json out.json')
+
+    def test_folders_with_blanks(self):
+        given = self.fake_build()
+        torch = self.fake_torch()
+        blank = os.path.join(self.folder.name, 'two words')
+        os.rename(os.path.dirname(torch), blank)
+        self.environment['ATOLL_CUDA_HOME'] = os.path.join(blank, 'cuda')
+        self.said('build', '--torch', blank)
+        with open(given) as file:
+            lines = file.readlines()
+        self.assertIn(f'-DATOLL_TORCH_DIR={blank}/torch\n', lines)
+        self.assertIn(f'-DATOLL_CUDA_HOME={blank}/cuda\n', lines)
+
+    def test_cmake_runs_again_when_the_toolkit_has_changed(self):
+        given = self.fake_build()
+        cuda = os.path.join(self.folder.name, 'cuda')
+        self.environment['ATOLL_CUDA_HOME'] = cuda
+        self.said('build', '--torch', self.fake_torch())
+        os.remove(given)
+        self.said('build')
+        self.assertFalse(os.path.exists(given), 'nothing has changed')
+        os.makedirs(os.path.join(cuda, 'bin'))
+        os.symlink('/bin/true', os.path.join(cuda, 'bin', 'nvcc'))
+        self.said('build')
+        self.assertTrue(os.path.exists(given))
+
+    def test_a_part_is_a_label_or_else_a_name(self):
+        self.fake_build()
+        # Much more than a pipe holds behind the label: whoever stops reading at it kills ctest.
+        self.put('ctest', 'case "$*" in *--print-labels*) echo "  unit"; seq 100000 ;; *) echo "ctest $*" ;; esac')
+        self.said('build', '--torch', self.fake_torch())
+        self.assertIn('-L ^unit$', self.said('test', 'unit'))
+        self.assertRegex(self.said('test', 'rref'), r'ctest .* -R rref\n')
+
+    def test_slow_tests_run_when_asked_for(self):
+        self.fake_build()
+        self.said('build', '--torch', self.fake_torch())
+        self.assertIn('-LE ^slow$', self.said('test'))
+        self.assertNotIn('-LE', self.said('test', '--all'))
+        self.assertNotIn('-LE', self.said('test', 'slow'))
+
+    def test_what_was_skipped_is_said(self):
+        self.fake_build()
+        self.said('build', '--torch', self.fake_torch())
+        log = os.path.join(self.tree, 'build', 'release', 'Testing', 'Temporary', 'LastTest.log')
+        os.makedirs(os.path.dirname(log))
+        with open(log, 'w') as file:
+            file.write('x.cc:1: Skipped\nATOLL_TEST_SKIPPED: no GPU here\n' * 2)
+        self.assertIn('[test] skipped: no GPU here (2)\n', self.said('test'))
+
+    def test_check_needs_to_know_the_files(self):
+        self.fake_build()
+        self.put('git', 'echo "fatal: detected dubious ownership" >&2; exit 128')
+        text = self.refused('check')
+        self.assertIn('dubious ownership', text)
+        self.assertIn('safe.directory', text)
 
 
 if __name__ == '__main__':

@@ -20,4 +20,6 @@ shift
 take_sanitizers
 tools/dev/setup.sh --quiet
 compile "${name}_bench"
-exec "$BUILD/bin/${name}_bench" "$@"
+program=$PWD/$BUILD/bin/${name}_bench
+cd "$CALLER"  # Files among the arguments are the caller's.
+exec "$program" "$@"

@@ -2,8 +2,8 @@
 set -euo pipefail
 
 TORCH_VERSION=2.11.0
-CUDA_HOME=${ATOLL_CUDA_HOME:-/usr/local/cuda}
 LOGS=build/logs
+CALLER=${ATOLL_DEV_CALLER:-$PWD}
 
 # say PHASE TEXT: a line of progress.
 say() { printf '[%s] %s\n' "$1" "$2"; }
@@ -16,6 +16,16 @@ die() {
   exit 1
 }
 
+# from_caller PATH: PATH as whoever called ./dev means it.
+from_caller() {
+  case $1 in
+    /*) echo "$1" ;;
+    *) echo "$CALLER/$1" ;;
+  esac
+}
+
+CUDA_HOME=${ATOLL_CUDA_HOME:-/usr/local/cuda}
+[ "$CUDA_HOME" = none ] || CUDA_HOME=$(from_caller "$CUDA_HOME")
 have_toolkit() { [ -x "$CUDA_HOME/bin/nvcc" ]; }
 
 # The installed torch named by an earlier --torch, or nothing.
@@ -23,8 +33,9 @@ remembered_torch() { cat build/torch-dir 2>/dev/null || true; }
 
 # remember_torch DIR: DIR is a torch package, or a site-packages or virtual environment that holds one.
 remember_torch() {
-  local dir
-  for dir in "$1" "$1"/torch "$1"/lib/python3*/site-packages/torch; do
+  local dir given
+  given=$(from_caller "$1")
+  for dir in "$given" "$given"/torch "$given"/lib/python3*/site-packages/torch; do
     [ -e "$dir/lib/libtorch_cpu.so" ] || continue
     dir=$(readlink -f "$dir")
     grep -q "__version__ = '$TORCH_VERSION" "$dir/version.py" ||
@@ -34,7 +45,7 @@ remember_torch() {
     say setup "torch from $dir (remembered in build/torch-dir; remove that file to go back to .venv)"
     return
   done
-  die "no torch in $1: looked for lib/libtorch_cpu.so there, in torch/ and in lib/python3*/site-packages/torch/."
+  die "no torch in $given: looked for lib/libtorch_cpu.so there, in torch/ and in lib/python3*/site-packages/torch/."
 }
 
 # Compilations at one time: a file that includes torch/torch.h needs 1.3 GB.
@@ -85,16 +96,19 @@ take_sanitizers() {
 
 # configure: CMake in $BUILD, only when the options differ from the last time (ninja sees to the rest).
 configure() {
-  local options="-DATOLL_SANITIZER=$SANITIZER -DATOLL_CUDA_HOME=$CUDA_HOME -DATOLL_TORCH_DIR=$(remembered_torch)"
-  [ -e "$BUILD/build.ninja" ] && [ "$(cat "$BUILD/dev-options" 2>/dev/null)" = "$options" ] && return
+  local options=("-DATOLL_SANITIZER=$SANITIZER" "-DATOLL_CUDA_HOME=$CUDA_HOME" "-DATOLL_TORCH_DIR=$(remembered_torch)")
+  local remembered toolkit=none
+  # A toolkit that was installed, removed or replaced in its place is another configuration too.
+  ! have_toolkit || toolkit=$(readlink -f "$CUDA_HOME/bin/nvcc")
+  remembered=$(printf '%q ' "${options[@]}" "$toolkit")
+  [ -e "$BUILD/build.ninja" ] && [ "$(cat "$BUILD/dev-options" 2>/dev/null)" = "$remembered" ] && return
   say build "configuring $BUILD"
   mkdir -p "$BUILD"
   # Values looked up with another torch or toolkit are forgotten.
   rm -f "$BUILD/CMakeCache.txt" "$BUILD/dev-options"
-  # shellcheck disable=SC2086  # Options are words.
-  logged "configure-$(basename "$BUILD")" cmake -S . -B "$BUILD" -G Ninja $options || exit 1
+  logged "configure-$(basename "$BUILD")" cmake -S . -B "$BUILD" -G Ninja "${options[@]}" || exit 1
   grep -h 'No CUDA toolkit' "$LOGS/configure-$(basename "$BUILD").log" | sed 's/^-- /[build] /' || true
-  echo "$options" >"$BUILD/dev-options"
+  echo "$remembered" >"$BUILD/dev-options"
 }
 
 # compile [TARGET ...]: brings them (default: all) up to date. A terminal sees ninja's own line; a log file

@@ -8,4 +8,6 @@ case " $* " in
 esac
 tools/dev/setup.sh --quiet
 compile atoll-server atoll-worker
-exec python3 tools/demo.py --bin "$BUILD/bin" "$@"
+root=$PWD
+cd "$CALLER"  # Files among the arguments are the caller's.
+exec python3 "$root/tools/demo.py" --bin "$root/$BUILD/bin" "$@"

@@ -4,14 +4,14 @@
 . tools/dev/common.sh
 
 OS_RELEASE=${ATOLL_OS_RELEASE:-/etc/os-release}  # Tests name another.
-quiet=false
+quiet=false check=false
 packages=(g++ cmake ninja-build ccache mold python3 libabsl-dev libgtest-dev libgmock-dev
   libtensorpipe-dev libnop-dev libssl-dev zlib1g-dev dataset-fashion-mnist)
 check_packages=(clang clang-format clang-tidy)
 for arg in "$@"; do
   case $arg in
     --quiet) quiet=true ;;
-    --check) packages+=("${check_packages[@]}") ;;
+    --check) check=true packages+=("${check_packages[@]}") ;;
     *) die "setup: unknown option '$arg'." ;;
   esac
 done
@@ -57,14 +57,50 @@ install_packages() {
   changed=true
 }
 
+# Where packages are somebody else's to install: what is missing, by what is looked for and by Debian's names.
+check_tools() {
+  local missing=() command package header probes='' includes=() folder
+  while read -r command package; do
+    command -v "$command" >/dev/null || missing+=("$command ($package)")
+  done <<'TEXT'
+cmake cmake
+ninja ninja-build
+python3 python3
+TEXT
+  if $check; then
+    for command in "${check_packages[@]}"; do command -v "$command" >/dev/null || missing+=("$command ($command)"); done
+  fi
+  while IFS= read -r -d : folder; do
+    [ -z "$folder" ] || includes+=("-I$folder/include")
+  done <<<"${CMAKE_PREFIX_PATH-}:"
+  while read -r header package; do
+    printf -v probes '%s#if !__has_include(<%s>)\nmissing %s (%s)\n#endif\n' "$probes" "$header" "$header" "$package"
+  done <<'TEXT'
+absl/strings/string_view.h libabsl-dev
+gtest/gtest.h libgtest-dev
+gmock/gmock.h libgmock-dev
+nop/serializer.h libnop-dev
+openssl/evp.h libssl-dev
+tensorpipe/transport/connection.h libtensorpipe-dev
+zlib.h zlib1g-dev
+TEXT
+  while IFS= read -r header; do missing+=("$header"); done < <(
+    g++ -E -P -x c++ "${includes[@]}" - <<<"$probes" | sed -n 's/^missing //p')
+  [ ${#missing[@]} -eq 0 ] ||
+    die "missing, with the name of Debian's package:" "${missing[@]}" \
+      "Install them, or run without ATOLL_SKIP_PACKAGES on Debian 12. CMAKE_PREFIX_PATH names other places."
+}
+
 install_torch() {
   local wanted=(tools/dev/requirements.txt) stamp=.venv/atoll-requirements
   if have_toolkit; then wanted+=(tools/dev/requirements-cuda.txt); else wanted+=(tools/dev/requirements-cpu.txt); fi
   cat "${wanted[@]}" | cmp -s - $stamp && [ -e .venv/bin/python ] && return 0
+  rm -f $stamp  # Until all of it is there again.
   compgen -G ".venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so" >/dev/null ||
     need_disk 6 . "torch and a build"
   say setup "installing torch $TORCH_VERSION into .venv (850 MB to fetch at most)"
-  [ -x .venv/bin/python ] || logged venv /usr/bin/python3 -m venv --clear .venv ||
+  # One that was interrupted has a python, but no pip.
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || logged venv /usr/bin/python3 -m venv --clear .venv ||
     die "no virtual environment could be made: is Debian's python3-venv whole?"
   # No dependencies: torch's own list would bring 3 GB of NVIDIA packages that linking does not need.
   logged pip .venv/bin/python -m pip install --disable-pip-version-check --no-deps --progress-bar off \
@@ -77,10 +113,9 @@ install_torch() {
 }
 
 [ "$(uname -sm)" = "Linux x86_64" ] || die "Atoll runs on Linux on x86_64; this is $(uname -sm)."
-if [ -z "${ATOLL_SKIP_PACKAGES-}" ]; then
-  install_packages
-fi
+if [ -z "${ATOLL_SKIP_PACKAGES-}" ]; then install_packages; fi
 command -v g++ >/dev/null || die "no compiler: g++ 11 or later is needed (Debian: apt-get install g++)."
+if [ -n "${ATOLL_SKIP_PACKAGES-}" ]; then check_tools; fi
 [ -n "$(remembered_torch)" ] || install_torch
 need_disk 1 . "a build"
 
