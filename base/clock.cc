@@ -2,6 +2,8 @@
 
 #include <time.h>
 
+#include <algorithm>
+
 #include "absl/time/clock.h"
 
 namespace Atoll::base {
@@ -15,8 +17,18 @@ int64_t MonotonicNanos() {
 
 }  // namespace
 
-RealClock::RealClock() : origin_(absl::Now()), origin_ns_(MonotonicNanos()) {}
+absl::Time Now() {
+  static const absl::Time origin = absl::Now();
+  static const int64_t origin_ns = MonotonicNanos();
+  return origin + absl::Nanoseconds(MonotonicNanos() - origin_ns);
+}
 
-absl::Time RealClock::Now() const { return origin_ + absl::Nanoseconds(MonotonicNanos() - origin_ns_); }
+bool AwaitFor(absl::Mutex& mu, const absl::Condition& condition, absl::Duration limit) {
+  const absl::Time end = Now() + limit;
+  while (true) {
+    if (mu.AwaitWithTimeout(condition, std::min(end - Now(), kLongestWait))) return true;
+    if (Now() >= end) return false;
+  }
+}
 
 }  // namespace Atoll::base

@@ -14,17 +14,22 @@ class Clock {
   virtual absl::Time Now() const = 0;
 };
 
-/// A clock that never jumps (CLOCK_MONOTONIC, its origin placed at the wall time of first use), so
-/// that a change of the system's date ends no lease and fires no deadline.
+/// The time of a clock that never jumps (CLOCK_MONOTONIC, its origin placed at the wall time of the process's
+/// first use), so that a change of the system's date ends no lease and fires no deadline. Every deadline is of
+/// this clock; absl::Now() is the same until the date changes.
+absl::Time Now();
+
+/// Now(), where a Clock is asked for.
 class RealClock : public Clock {
  public:
-  RealClock();
-  absl::Time Now() const override;
-
- private:
-  absl::Time origin_;
-  int64_t origin_ns_;
+  absl::Time Now() const override { return base::Now(); }
 };
+
+/// Waits on `mu`, which the caller holds, as its AwaitWithTimeout does, but on Now(): Abseil's waits end by the
+/// system's date, early or late if that changes. How long one of them may be, at the most:
+inline constexpr absl::Duration kLongestWait = absl::Milliseconds(500);
+bool AwaitFor(absl::Mutex& mu, const absl::Condition& condition, absl::Duration limit)
+    ABSL_SHARED_LOCKS_REQUIRED(mu);
 
 /// Moves when told. For tests of cores.
 class FakeClock : public Clock {

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/executor.h"
 
 namespace Atoll::base {
@@ -96,7 +97,7 @@ class Future {
     auto done = [state = state_.get()]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return state->result.has_value(); };
     {
       absl::MutexLock lock(&state_->mu);
-      if (!state_->mu.AwaitWithTimeout(absl::Condition(&done), limit)) {
+      if (!AwaitFor(state_->mu, absl::Condition(&done), limit)) {
         return absl::DeadlineExceededError(absl::StrCat("no result within ", absl::FormatDuration(limit)));
       }
     }

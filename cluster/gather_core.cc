@@ -39,12 +39,34 @@ absl::Status GatherCore::Create(const Key& key, const Member& from, Gather& gath
                               absl::StrJoin(participants, ", "), ")"));
   }
   for (const std::string& participant : participants) {
-    if (auto why = roster_->WhyGone(participant)) return Named(absl::StatusCode::kUnavailable, name, *why);
     Seat seat;
     seat.name = participant;
     gather.seats.push_back(std::move(seat));
   }
   return absl::OkStatus();
+}
+
+std::string GatherCore::WhoIsGone(const Key& key) const {
+  for (const std::string& participant : key.second) {
+    if (auto why = roster_->WhyGone(participant)) return *why;
+  }
+  return "";
+}
+
+bool GatherCore::ForgetOldestFailure() {
+  Generations* home = nullptr;
+  Generations::iterator oldest;
+  for (auto& [key, generations] : gathers_) {
+    for (auto gather = generations.begin(); gather != generations.end(); ++gather) {
+      if (gather->failure.ok() || (home != nullptr && gather->order > oldest->order)) continue;
+      home = &generations;
+      oldest = gather;
+    }
+  }
+  if (home == nullptr) return false;
+  home->erase(oldest);
+  --size_;
+  return true;
 }
 
 GatherCore::Answers GatherCore::Contribute(const Member& from, std::string name,
@@ -81,7 +103,7 @@ GatherCore::Answers GatherCore::Contribute(const Member& from, std::string name,
                              [&](const Gather& one) { return waits_for_us(one, &at); });
   if (gather == generations.end()) {
     Gather fresh;
-    absl::Status status = size_ >= limits_.gathers
+    absl::Status status = size_ >= limits_.gathers && !ForgetOldestFailure()
                               ? Named(absl::StatusCode::kResourceExhausted, key.first,
                                       absl::StrCat(size_, " gathers are open: that is the limit"))
                               : Create(key, from, fresh);
@@ -89,8 +111,12 @@ GatherCore::Answers GatherCore::Contribute(const Member& from, std::string name,
       Prune();
       return {{token, std::move(status), nullptr}};
     }
+    fresh.order = ++begun_;
     gather = generations.insert(generations.end(), std::move(fresh));
     ++size_;
+    // Who is gone cannot come: the others' call that meets this one is told the same.
+    const std::string gone = WhoIsGone(key);
+    if (!gone.empty()) Fail(*gather, Named(absl::StatusCode::kUnavailable, key.first, gone));
     waits_for_us(*gather, &at);
   }
   Seat& seat = gather->seats[at];

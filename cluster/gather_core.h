@@ -2,8 +2,8 @@
 //
 // A gather is known by its name and its participants, and each use of it is a generation of its own: a
 // member's n-th call meets the others' n-th. So what one generation comes to, everybody in it is told: one
-// that fails (a participant died or left, or a deadline passed) is kept until those who have not come yet
-// have fetched the failure, else their call would meet the others' next one.
+// that fails (a participant died or left or is gone from the start, or a deadline passed) is kept until those
+// who have not come yet have fetched the failure, else their call would meet the others' next one.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ class GatherCore {
   struct Limits {
     size_t name_bytes = 256;
     size_t value_bytes = 1 << 20;
-    size_t gathers = 4096;           ///< In all, the failed ones included.
+    size_t gathers = 4096;           ///< In all; for a new one the oldest failure is forgotten.
     size_t failed_of_one_name = 16;  ///< Beyond it the oldest failure is forgotten.
   };
 
@@ -84,11 +84,14 @@ class GatherCore {
     std::vector<Seat> seats;
     absl::Time deadline = absl::InfiniteFuture();  ///< Of the caller who waits least.
     absl::Status failure;                          ///< OK: open.
+    uint64_t order = 0;                            ///< Grows with each that begins.
   };
   using Key = std::pair<std::string, std::vector<std::string>>;
   using Generations = std::list<Gather>;
 
   absl::Status Create(const Key& key, const Member& from, Gather& gather) const;
+  std::string WhoIsGone(const Key& key) const;
+  bool ForgetOldestFailure();
   Answers Complete(Gather& gather) const;
   Answers Fail(Gather& gather, absl::Status failure);
   void Prune();
@@ -99,6 +102,7 @@ class GatherCore {
   const Limits limits_;
   std::map<Key, Generations> gathers_;
   size_t size_ = 0;
+  uint64_t begun_ = 0;
 };
 
 }  // namespace Atoll::cluster

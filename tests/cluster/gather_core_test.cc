@@ -141,6 +141,30 @@ TEST_F(GatherCoreTest, ANewIncarnationMeetsTheNextUse) {
   for (uint64_t call : {a, b, c}) EXPECT_THAT(script_.Values(call), ElementsAre("c2", "a2", "b2"));
 }
 
+TEST_F(GatherCoreTest, WhoMeetsACallThatFailedAtItsStartIsToldTheSame) {
+  All();
+  script_.Leave(kA.id);
+  Expect(script_.Gather(kC.id, "g", "c1", {"a", "b", "c"}), absl::StatusCode::kUnavailable, "a#00a1");
+  script_.Join(kA2);
+  uint64_t a = script_.Gather(kA2.id, "g", "a2", {"a", "b", "c"});
+  uint64_t c = script_.Gather(kC.id, "g", "c2", {"a", "b", "c"});
+  Expect(script_.Gather(kB.id, "g", "b1", {"a", "b", "c"}), absl::StatusCode::kUnavailable, "a#00a1");
+  uint64_t b = script_.Gather(kB.id, "g", "b2", {"a", "b", "c"});
+  for (uint64_t call : {a, b, c}) EXPECT_THAT(script_.Values(call), ElementsAre("c2", "a2", "b2"));
+}
+
+TEST_F(GatherCoreTest, FailuresUnderNamesNeverUsedAgainDoNotFillIt) {
+  All();
+  script_.Leave(kA.id);
+  for (int i = 0; i < 5000; ++i) {
+    Expect(script_.Gather(kC.id, std::to_string(i), "c", {"a", "b", "c"}), absl::StatusCode::kUnavailable,
+           "a#00a1");
+  }
+  uint64_t c = script_.Gather(kC.id, "g", "c", {"b", "c"});
+  script_.Gather(kB.id, "g", "b", {"b", "c"});
+  EXPECT_THAT(script_.Values(c), ElementsAre("c", "b"));
+}
+
 TEST_F(GatherCoreTest, LimitsAndStrangers) {
   All();
   Expect(script_.Gather(kA.id, "", ""), absl::StatusCode::kInvalidArgument, "its name");
