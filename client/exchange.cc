@@ -13,8 +13,9 @@
 namespace Atoll::client {
 namespace {
 
-// Before a push that an owner had no room for is sent again.
-constexpr absl::Duration kRetryPause = absl::Milliseconds(20);
+// Before a push that an owner had no room for is sent again; doubled with each refusal.
+constexpr absl::Duration kFirstRetryPause = absl::Milliseconds(20);
+constexpr absl::Duration kLastRetryPause = absl::Milliseconds(320);
 
 absl::Duration Until(absl::Time deadline) { return std::max(deadline - absl::Now(), absl::Milliseconds(1)); }
 
@@ -42,13 +43,14 @@ void Exchange::Begin(absl::Time deadline) {
 // Waits for window; a message above the whole window goes when nothing else is on its way.
 bool Exchange::AdmitLocked(size_t bytes) {
   auto fits = [this, bytes]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    return unreceived_bytes_ == 0 || unreceived_bytes_ + bytes <= limits_.window_bytes;
+    const size_t taken = unreceived_bytes_ + refused_bytes_;
+    return taken == 0 || taken + bytes <= limits_.window_bytes;
   };
   return mu_.AwaitWithTimeout(absl::Condition(&fits), deadline_ - absl::Now());
 }
 
 // The loan's end makes room in the window.
-rpc::OutTensor Exchange::LendCounted(at::Tensor tensor) {
+rpc::OutTensor Exchange::LendCounted(int chunk, at::Tensor tensor) {
   const size_t bytes = tensor.nbytes();
   {
     absl::MutexLock lock(&mu_);
@@ -56,10 +58,11 @@ rpc::OutTensor Exchange::LendCounted(at::Tensor tensor) {
     ++loans_;
     result_.bytes_sent += bytes;
   }
-  return rpc::Lend(std::move(tensor), [self = shared_from_this(), bytes] {
+  return rpc::Lend(std::move(tensor), [self = shared_from_this(), chunk, bytes] {
     absl::MutexLock lock(&self->mu_);
     self->unreceived_bytes_ -= bytes;
     --self->loans_;
+    self->RetainLocked(chunk);
   });
 }
 
@@ -85,16 +88,7 @@ void Exchange::Push(const Step& step, int chunk, at::Tensor gradient, std::strin
     absl::MutexLock lock(&mu_);
     core_.Sent(chunk);
     admitted = AdmitLocked(gradient.defined() ? gradient.nbytes() : 0);
-    if (admitted) {
-      pending_[chunk] = Pending{step, gradient, defined};
-      pending_order_.push_back(chunk);
-      pending_bytes_ += gradient.defined() ? gradient.nbytes() : 0;
-      // What was received long ago will not be refused any more. Gathered ones are only borrowed from
-      // staging.
-      while (pending_bytes_ > limits_.retained_bytes && pending_order_.size() > 1) {
-        ForgetLocked(pending_order_.front());
-      }
-    }
+    if (admitted) pending_[chunk] = Pending{step, gradient, defined};
   }
   if (!admitted) {
     return Fail(chunk, absl::DeadlineExceededError(absl::StrCat("earlier gradients were not received: ",
@@ -111,7 +105,7 @@ void Exchange::SendPush(const Step& step, int chunk, at::Tensor gradient, std::s
   request.optimizer = step.optimizer;
   request.defined = std::move(defined);
   std::vector<rpc::OutTensor> tensors;
-  if (gradient.defined()) tensors.push_back(LendCounted(std::move(gradient)));
+  if (gradient.defined()) tensors.push_back(LendCounted(chunk, std::move(gradient)));
   shards_->Call<shard_optim::PushGradient>(layout_.chunks()[chunk].owner, request, std::move(tensors),
                                            LandingOptions(chunk),
                                            [self = shared_from_this(), step, chunk](auto answer) {
@@ -135,12 +129,20 @@ void Exchange::OnPushed(const Step& step, int chunk,
 // The owner took nothing, for want of room: the same is sent again after a pause. False if we no longer have
 // it, or time is over.
 bool Exchange::Retry(int chunk, const absl::Status& status) {
+  absl::Duration pause;
   {
     absl::MutexLock lock(&mu_);
-    if (!pending_[chunk].has_value() || absl::Now() + kRetryPause >= deadline_) return false;
+    std::optional<Pending>& push = pending_[chunk];
+    if (!push.has_value() || push->refused) return false;
+    pause = std::min(kFirstRetryPause * (1 << std::min(push->refusals, 8)), kLastRetryPause);
+    if (absl::Now() + pause >= deadline_) return false;
+    ReleaseLocked(chunk);
+    push->refused = true;
+    ++push->refusals;
+    refused_bytes_ += push->bytes();
   }
   rpc::Agent* agent = shards_->agent();
-  agent->timer()->At(agent->clock()->Now() + kRetryPause, [weak = weak_from_this(), chunk, agent] {
+  agent->timer()->At(agent->clock()->Now() + pause, [weak = weak_from_this(), chunk, agent] {
     agent->pool()->Schedule([weak, chunk] {
       if (auto self = weak.lock()) self->Resend(chunk);
     });
@@ -152,19 +154,39 @@ void Exchange::Resend(int chunk) {
   Pending again;
   {
     absl::MutexLock lock(&mu_);
-    if (!pending_[chunk].has_value()) return;
-    again = *pending_[chunk];
+    std::optional<Pending>& push = pending_[chunk];
+    if (!push.has_value() || !push->refused) return;
+    push->refused = false;
+    refused_bytes_ -= push->bytes();
+    again = *push;
   }
   SendPush(again.step, chunk, std::move(again.gradient), std::move(again.defined));
 }
 
+// The owner has it. What was received long ago will not be refused any more: it is kept in turn. (Gathered ones
+// are only borrowed from staging.)
+void Exchange::RetainLocked(int chunk) {
+  std::optional<Pending>& push = pending_[chunk];
+  if (!push.has_value() || push->refused || push->retained) return;
+  push->retained = true;
+  retained_.push_back(chunk);
+  retained_bytes_ += push->bytes();
+  while (retained_bytes_ > limits_.retained_bytes && retained_.size() > 1) ForgetLocked(retained_.front());
+}
+
+void Exchange::ReleaseLocked(int chunk) {
+  Pending& push = *pending_[chunk];
+  if (!push.retained) return;
+  push.retained = false;
+  retained_bytes_ -= push.bytes();
+  retained_.erase(std::find(retained_.begin(), retained_.end(), chunk));
+}
+
 void Exchange::ForgetLocked(int chunk) {
   if (!pending_[chunk].has_value()) return;
-  const at::Tensor& gradient = pending_[chunk]->gradient;
-  pending_bytes_ -= gradient.defined() ? gradient.nbytes() : 0;
+  ReleaseLocked(chunk);
+  if (pending_[chunk]->refused) refused_bytes_ -= pending_[chunk]->bytes();
   pending_[chunk].reset();
-  auto at = std::find(pending_order_.begin(), pending_order_.end(), chunk);
-  if (at != pending_order_.end()) pending_order_.erase(at);
 }
 
 void Exchange::OpenLanding(int64_t step) {
@@ -232,7 +254,7 @@ void Exchange::Load(int chunk) {
   shard_optim::Load request;
   request.chunk = chunk;
   std::vector<rpc::OutTensor> tensors;
-  tensors.push_back(LendCounted(std::move(values)));
+  tensors.push_back(LendCounted(chunk, std::move(values)));
   shards_->Call<shard_optim::Load>(where.owner, request, std::move(tensors), std::move(options),
                                    [self = shared_from_this(), chunk](auto answer) {
                                      if (!answer.ok()) return self->Fail(chunk, answer.status());

@@ -31,7 +31,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
   struct Limits {
     size_t window_bytes = 32 << 20;    ///< Sent and not yet received; Push waits beyond it.
-    size_t retained_bytes = 16 << 20;  ///< Received, but kept to be sent again if the owner had no room.
+    size_t retained_bytes = 16 << 20;  ///< Received, and kept for a while: the owner may still say that it
+                                       ///< had no room, and then the same is sent again.
   };
   Exchange(shard_optim::Layout layout, ParameterSet parameters, std::unique_ptr<ShardSet> shards,
            Limits limits);
@@ -51,7 +52,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   /// is over and its loans are back (Wait says so).
   void Begin(absl::Time deadline);
   /// Sends a chunk's gradient: undefined if no segment has one, else flat, of chunk.elements() elements and
-  /// lent until the owner has it. Waits while the window is full.
+  /// lent until the owner has it. Waits while the window is full. What an owner has no room for is sent again
+  /// after a pause, until the deadline, and takes part of the window meanwhile.
   void Push(const Step& step, int chunk, at::Tensor gradient, std::string defined);
   /// The owners may send new values of pushes up to `step` from now on.
   void OpenLanding(int64_t step);
@@ -73,7 +75,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   /// No exchange is under way, or the one that timed out is over by now; else DeadlineExceeded.
   absl::Status Settle(absl::Time deadline);
 
-  /// Names of parameters that may hold half a value.
+  /// Names of parameters that may hold half a value, those that are landing among them.
   std::vector<std::string> torn() const;
 
  private:
@@ -81,9 +83,13 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     Step step;
     at::Tensor gradient;
     std::string defined;
+    bool retained = false;  // Received: it may be forgotten if room is needed.
+    bool refused = false;   // For want of room: it waits to be sent again.
+    int refusals = 0;
+    size_t bytes() const { return gradient.defined() ? gradient.nbytes() : 0; }
   };
   bool AdmitLocked(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  rpc::OutTensor LendCounted(at::Tensor tensor);
+  rpc::OutTensor LendCounted(int chunk, at::Tensor tensor);
   void SendPush(const Step& step, int chunk, at::Tensor gradient, std::string defined);
   void OnPushed(const Step& step, int chunk,
                 absl::StatusOr<ShardSet::Answer<shard_optim::PushGradient>> answer);
@@ -93,6 +99,8 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void Fail(int chunk, absl::Status status);
   rpc::CallOptions LandingOptions(int chunk);
   std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void RetainLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ReleaseLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ForgetLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const shard_optim::Layout layout_;
@@ -107,8 +115,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   size_t unreceived_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   int loans_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<std::optional<Pending>> pending_ ABSL_GUARDED_BY(mu_);  // By chunk.
-  std::deque<int> pending_order_ ABSL_GUARDED_BY(mu_);                // Oldest first.
-  size_t pending_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t refused_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::deque<int> retained_ ABSL_GUARDED_BY(mu_);  // Chunks, the first received first.
+  size_t retained_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status landing_status_ ABSL_GUARDED_BY(mu_);  // Of OpenLanding.
   Result result_ ABSL_GUARDED_BY(mu_);
 };

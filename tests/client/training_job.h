@@ -25,16 +25,27 @@ inline void InParallel(int count, const std::function<void(int)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
+struct TrainingJobOptions {
+  transport::EndpointOptions endpoint;
+  /// What an owner serves.
+  std::function<absl::Status(rref::ObjectSpace&, rpc::Agent&)> serve = [](rref::ObjectSpace& objects,
+                                                                          rpc::Agent& agent) {
+    return shard_optim::RegisterShardClass(objects, agent);
+  };
+};
+
 class TrainingJob {
  public:
-  TrainingJob(int owners, int workers) : owner_count_(owners), workers_(workers), owners_(owners) {
+  TrainingJob(int owners, int workers, const TrainingJobOptions& job = {})
+      : owner_count_(owners), workers_(workers), owners_(owners) {
     // Rank 0's port is the system's choice: the others hear of it before they start.
     base::Promise<int> port;
     InParallel(owners + workers, [&](int rank) {
       rref::NodeOptions options;
+      options.endpoint = job.endpoint;
       options.before_join = [&, rank](rref::ObjectSpace& objects, rpc::Agent& agent) {
         if (rank == 0) port.Set(agent.endpoint()->port());
-        return rank < owner_count_ ? shard_optim::RegisterShardClass(objects, agent) : absl::OkStatus();
+        return rank < owner_count_ ? job.serve(objects, agent) : absl::OkStatus();
       };
       const cluster::Launch launch = LaunchOf(rank, rank == 0 ? 0 : port.future().Wait(kHang).value_or(0));
       if (rank < owners) {
