@@ -1,8 +1,12 @@
 #include "atoll/client/worker_report.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <initializer_list>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -29,62 +33,92 @@ std::string Quote(absl::string_view text) {
 /// JSON has no NaN and no infinity.
 std::string Number(double value) { return std::isfinite(value) ? absl::StrFormat("%.9g", value) : "null"; }
 
-/// {"a": 1, ...} member by member.
-class Object {
+/// Members of a JSON object.
+class Members {
  public:
-  Object& Text(absl::string_view key, absl::string_view value) { return Raw(key, Quote(value)); }
-  Object& Int(absl::string_view key, int64_t value) { return Raw(key, absl::StrCat(value)); }
-  Object& Real(absl::string_view key, double value) { return Raw(key, Number(value)); }
-  Object& Bool(absl::string_view key, bool value) { return Raw(key, value ? "true" : "false"); }
-  Object& Raw(absl::string_view key, absl::string_view value) {
-    absl::StrAppend(&text_, text_.empty() ? "" : ", ", Quote(key), ": ", value);
+  struct Value {
+    Value(absl::string_view text) : json(Quote(text)) {}
+    Value(const std::string& text) : json(Quote(text)) {}
+    Value(const char* text) : json(Quote(text)) {}
+    Value(bool value) : json(value ? "true" : "false") {}
+    Value(int value) : json(absl::StrCat(value)) {}
+    Value(int64_t value) : json(absl::StrCat(value)) {}
+    Value(uint64_t value) : json(absl::StrCat(value)) {}
+    Value(double value) : json(Number(value)) {}
+    Value(std::optional<double> value) : json(value.has_value() ? Number(*value) : "null") {}
+    Value(const std::vector<Members>& objects)
+        : json(absl::StrCat(
+              "[",
+              absl::StrJoin(objects, ", ",
+                            [](std::string* out, const Members& object) { *out += object.Json(); }),
+              "]")) {}
+    std::string json;
+  };
+  Members(std::initializer_list<std::pair<absl::string_view, Value>> members) {
+    for (const auto& [key, value] : members) Add(absl::StrCat(Quote(key), ": ", value.json));
+  }
+  Members& operator+=(const Members& more) {
+    Add(more.text_);
     return *this;
   }
-  std::string Close() const { return absl::StrCat("{", text_, "}"); }
+  std::string Json() const { return absl::StrCat("{", text_, "}"); }
 
  private:
+  void Add(absl::string_view text) { absl::StrAppend(&text_, text_.empty() ? "" : ", ", text); }
   std::string text_;
 };
 
-void AddFacts(const WorkerFacts& facts, Object* object) {
-  object->Text("name", facts.name)
-      .Text("job", facts.job)
-      .Text("model", facts.model)
-      .Text("data", facts.data)
-      .Text("policy", facts.policy)
-      .Int("owners", facts.owners)
-      .Int("workers", facts.workers)
-      .Int("parameters", facts.parameters)
-      .Int("train_images", facts.train_images)
-      .Int("test_images", facts.test_images);
+Members MembersOf(const WorkerFacts& facts) {
+  return {{"name", facts.name},
+          {"job", facts.job},
+          {"model", facts.model},
+          {"data", facts.data},
+          {"policy", facts.policy},
+          {"owners", facts.owners},
+          {"workers", facts.workers},
+          {"parameters", facts.parameters},
+          {"train_images", facts.train_images},
+          {"test_images", facts.test_images}};
 }
 
-void AddSummary(const WorkerSummary& summary, Object* object) {
-  const double steps = static_cast<double>(summary.steps > 0 ? summary.steps : 1);
-  std::vector<std::string> shards;
+Members MembersOf(const WorkerProgress& p) {
+  Members members = {{"epoch", p.epoch},
+                     {"epochs", p.epochs},
+                     {"step", p.step},
+                     {"steps", p.steps},
+                     {"loss", p.loss},
+                     {"images_per_second", p.images_per_second},
+                     {"bytes_per_second", p.bytes_per_second},
+                     {"contributors", p.contributors},
+                     {"end_of_epoch", p.end_of_epoch}};
+  if (p.end_of_epoch) members += {{"epoch_loss", p.epoch_loss}};
+  return members;
+}
+
+Members MembersOf(const WorkerSummary& summary) {
+  const double steps = static_cast<double>(std::max<int64_t>(summary.steps, 1));
+  const double images = static_cast<double>(summary.images);
+  std::vector<Members> shards;
   for (const Trainer::ShardInfo& shard : summary.shards) {
-    shards.push_back(Object()
-                         .Text("owner", shard.owner)
-                         .Int("parameters", shard.parameters)
-                         .Int("state_bytes", static_cast<int64_t>(shard.state_bytes))
-                         .Int("steps", shard.steps)
-                         .Close());
+    shards.push_back({{"owner", shard.owner},
+                      {"parameters", shard.parameters},
+                      {"state_bytes", shard.state_bytes},
+                      {"steps", shard.steps}});
   }
-  object->Int("steps", summary.steps)
-      .Int("images", summary.images)
-      .Real("seconds", summary.seconds)
-      .Real("images_per_second",
-            summary.seconds > 0 ? static_cast<double>(summary.images) / summary.seconds : 0.0)
-      .Real("loss", summary.loss)
-      .Raw("accuracy", summary.accuracy.has_value() ? Number(*summary.accuracy) : "null")
-      .Text("checksum", absl::StrFormat("%08x", summary.checksum))
-      .Int("bytes_sent", static_cast<int64_t>(summary.bytes_sent))
-      .Int("bytes_received", static_cast<int64_t>(summary.bytes_received))
-      .Real("bytes_sent_per_step", static_cast<double>(summary.bytes_sent) / steps)
-      .Real("bytes_received_per_step", static_cast<double>(summary.bytes_received) / steps)
-      .Int("fewest_contributors", summary.fewest_contributors)
-      .Bool("stopped", summary.stopped)
-      .Raw("shards", absl::StrCat("[", absl::StrJoin(shards, ", "), "]"));
+  return {{"steps", summary.steps},
+          {"images", summary.images},
+          {"seconds", summary.seconds},
+          {"images_per_second", summary.seconds > 0 ? images / summary.seconds : 0.0},
+          {"loss", summary.loss},
+          {"accuracy", summary.accuracy},
+          {"checksum", absl::StrFormat("%08x", summary.checksum)},
+          {"bytes_sent", summary.bytes_sent},
+          {"bytes_received", summary.bytes_received},
+          {"bytes_sent_per_step", static_cast<double>(summary.bytes_sent) / steps},
+          {"bytes_received_per_step", static_cast<double>(summary.bytes_received) / steps},
+          {"fewest_contributors", summary.fewest_contributors},
+          {"stopped", summary.stopped},
+          {"shards", shards}};
 }
 
 std::string DoneText(const WorkerSummary& summary) {
@@ -139,36 +173,23 @@ class JsonReport : public WorkerReport {
 
   void Start(const WorkerFacts& facts) override {
     name_ = facts.name;
-    Object object;
-    object.Text("event", "start");
-    AddFacts(facts, &object);
-    write_(object.Close() + "\n");
+    Say("start", MembersOf(facts));
   }
-  void Progress(const WorkerProgress& p) override {
-    Object object;
-    object.Text("event", "progress")
-        .Text("name", name_)
-        .Int("epoch", p.epoch)
-        .Int("epochs", p.epochs)
-        .Int("step", p.step)
-        .Int("steps", p.steps)
-        .Real("loss", p.loss)
-        .Real("images_per_second", p.images_per_second)
-        .Real("bytes_per_second", p.bytes_per_second)
-        .Int("contributors", p.contributors)
-        .Bool("end_of_epoch", p.end_of_epoch);
-    if (p.end_of_epoch) object.Real("epoch_loss", p.epoch_loss);
-    write_(object.Close() + "\n");
+  void Progress(const WorkerProgress& progress) override {
+    Members members = {{"name", name_}};
+    Say("progress", members += MembersOf(progress));
   }
   void Done(const WorkerFacts& facts, const WorkerSummary& summary) override {
-    Object object;
-    object.Text("event", "done");
-    AddFacts(facts, &object);
-    AddSummary(summary, &object);
-    write_(object.Close() + "\n");
+    Members members = MembersOf(facts);
+    Say("done", members += MembersOf(summary));
   }
 
  private:
+  void Say(absl::string_view event, const Members& members) {
+    Members all = {{"event", event}};
+    write_((all += members).Json() + "\n");
+  }
+
   const std::function<void(absl::string_view)> write_;
   std::string name_;
 };
@@ -194,10 +215,8 @@ absl::StatusOr<std::unique_ptr<WorkerReport>> MakeWorkerReport(absl::string_view
 }
 
 std::string SummaryJson(const WorkerFacts& facts, const WorkerSummary& summary) {
-  Object object;
-  AddFacts(facts, &object);
-  AddSummary(summary, &object);
-  return object.Close() + "\n";
+  Members members = MembersOf(facts);
+  return (members += MembersOf(summary)).Json() + "\n";
 }
 
 std::string HumanBytes(double bytes) {

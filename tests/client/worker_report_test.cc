@@ -12,44 +12,38 @@ namespace {
 using ::testing::HasSubstr;
 
 WorkerFacts Facts() {
-  WorkerFacts facts;
-  facts.name = "worker0";
-  facts.job = "j";
-  facts.model = "mlp";
-  facts.data = "/data/\"odd\"\n";
-  facts.policy = "sync";
-  facts.owners = 2;
-  facts.workers = 3;
-  facts.parameters = 7;
-  return facts;
+  return {.name = "worker0",
+          .job = "j",
+          .model = "mlp",
+          .data = "/data/\"odd\"\n",
+          .policy = "sync",
+          .owners = 2,
+          .workers = 3,
+          .parameters = 7};
 }
 
 WorkerProgress Halfway() {
-  WorkerProgress progress;
-  progress.epoch = 1;
-  progress.epochs = 2;
-  progress.step = 5;
-  progress.steps = 20;
-  progress.loss = 0.5;
-  progress.images_per_second = 1234.4;
-  progress.bytes_per_second = 2.5e6;
-  progress.contributors = 2;
-  return progress;
+  return {.epoch = 1,
+          .epochs = 2,
+          .step = 5,
+          .steps = 20,
+          .loss = 0.5,
+          .images_per_second = 1234.4,
+          .bytes_per_second = 2.5e6,
+          .contributors = 2};
 }
 
 WorkerSummary Summary() {
-  WorkerSummary summary;
-  summary.name = "worker0";
-  summary.steps = 20;
-  summary.images = 200;
-  summary.seconds = 2;
-  summary.loss = 0.25;
-  summary.accuracy = 0.9;
-  summary.checksum = 0xab;
-  summary.bytes_sent = 2000;
-  summary.bytes_received = 4000;
-  summary.shards = {{"owner0", 4, 32, 20}, {"owner1", 3, 24, 20}};
-  return summary;
+  return {.name = "worker0",
+          .steps = 20,
+          .images = 200,
+          .seconds = 2,
+          .loss = 0.25,
+          .accuracy = 0.9,
+          .checksum = 0xab,
+          .bytes_sent = 2000,
+          .bytes_received = 4000,
+          .shards = {{"owner0", 4, 32, 20}, {"owner1", 3, 24, 20}}};
 }
 
 std::string Say(absl::string_view form, bool terminal, const std::function<void(WorkerReport&)>& what) {
