@@ -42,22 +42,36 @@ bool StepCore::Failed(int chunk, const absl::Status& status) {
   return true;
 }
 
-absl::Status StepCore::End() {
-  ATOLL_CHECK(over()) << outstanding() << " chunks are outstanding";
-  begun_ = false;
-  struct Count {
-    int chunks = 0, landed = 0;
-    bool broken = false;
-  };
+std::vector<StepCore::Count> StepCore::CountByParameter() const {
   std::vector<Count> counts(layout_->parameters().size());
   for (size_t i = 0; i < states_.size(); ++i) {
     for (const shard_optim::Segment& segment : layout_->chunks()[i].segments) {
       Count& count = counts[segment.parameter];
       ++count.chunks;
       count.landed += states_[i] == State::kLanded ? 1 : 0;
+      count.sent |= states_[i] == State::kSent;
       count.broken |= states_[i] == State::kBroken;
     }
   }
+  return counts;
+}
+
+absl::btree_set<int> StepCore::torn() const {
+  absl::btree_set<int> torn = torn_;
+  if (!begun_) return torn;
+  const std::vector<Count> counts = CountByParameter();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const Count& count = counts[i];
+    const bool half = count.landed > 0 && count.landed < count.chunks;
+    if (half || count.sent || count.broken) torn.insert(static_cast<int>(i));
+  }
+  return torn;
+}
+
+absl::Status StepCore::End() {
+  ATOLL_CHECK(over()) << outstanding() << " chunks are outstanding";
+  begun_ = false;
+  const std::vector<Count> counts = CountByParameter();
   for (size_t i = 0; i < counts.size(); ++i) {
     const Count& count = counts[i];
     if (count.landed == count.chunks) {

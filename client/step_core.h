@@ -42,10 +42,17 @@ class StepCore {
   /// Owners that still owe a chunk, by index.
   std::vector<int> MissingOwners() const;
 
-  /// Parameters that may hold half a value, by index. Kept until an exchange brings all their chunks.
-  const absl::btree_set<int>& torn() const { return torn_; }
+  /// Parameters that may hold half a value, by index: kept until an exchange brings all their chunks. While
+  /// one is under way (or timed out and not over), also those that it brought in part, or may be bringing.
+  absl::btree_set<int> torn() const;
 
  private:
+  struct Count {  // Of a parameter's chunks.
+    int chunks = 0, landed = 0;
+    bool sent = false, broken = false;
+  };
+  std::vector<Count> CountByParameter() const;
+
   enum class State : uint8_t {
     kUnsent,
     kSent,

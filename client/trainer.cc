@@ -19,8 +19,6 @@
 namespace Atoll::client {
 namespace {
 
-// What a worker grants on top of the owners' own limit, so that their error, which knows more, comes first.
-constexpr absl::Duration kMargin = absl::Seconds(10);
 constexpr absl::Duration kAsyncLimit = absl::Seconds(60);
 constexpr absl::Duration kLeaveLimit = absl::Seconds(5);
 
@@ -120,13 +118,14 @@ absl::Status TrainerImpl::Start(const NamedTensors& named) {
                          ShardSet::Open(session_, arguments, options_.attach_limit));
   Exchange::Limits limits;
   limits.window_bytes = options_.window_bytes;
+  limits.retained_bytes = options_.window_bytes / 2;
   exchange_ = std::make_shared<Exchange>(std::move(layout), std::move(parameters), std::move(shards), limits);
   ATOLL_ASSIGN_OR_RETURN(auto registered,
                          Register(exchange_->shards(), session_.worker_index(), options_.attach_limit));
   registered_ = true;
   const bool load = std::any_of(registered.begin(), registered.end(), [](const auto& r) { return r.load; });
   ATOLL_ASSIGN_OR_RETURN(step_, JoinRoster(exchange_->shards(), registered, options_.attach_limit));
-  const absl::Duration limit = std::max(options_.attach_limit, round_limit()) + kMargin;
+  const absl::Duration limit = std::max(options_.attach_limit, round_limit()) + options_.answer_margin;
   if (load) return LoadAll(exchange_, limit);
   auto pulled = PullAll(exchange_, sync() ? step_ - 1 : 0, limit);
   exchange_->parameters().BumpVersions();
@@ -243,7 +242,7 @@ void TrainerImpl::BeginStep() {
   accumulated_ = -1;
   gradient_error_ = absl::OkStatus();
   phase_ = Phase::kPushing;
-  exchange_->Begin(absl::Now() + options_.backward_limit + round_limit() + kMargin);
+  exchange_->Begin(absl::Now() + options_.backward_limit + round_limit() + options_.answer_margin);
 }
 
 // A parameter's gradient is final: its bucket leaves when all of it is.
@@ -344,7 +343,7 @@ absl::StatusOr<StepResult> TrainerImpl::Step() {
     in_backward_ = false;
     Flush();
   }
-  auto result = exchange_->Wait(absl::Now() + round_limit() + kMargin);
+  auto result = exchange_->Wait(absl::Now() + round_limit() + options_.answer_margin);
   phase_ = Phase::kIdle;
   parameters().BumpVersions();
   if (!result.ok()) {
@@ -375,7 +374,7 @@ absl::Status TrainerImpl::Refresh() {
     return absl::FailedPreconditionError(absl::StrCat("step ", step_, " is under way: Step() ends it"));
   }
   ATOLL_RETURN_IF_ERROR(parameters().CheckInPlace());
-  const absl::Duration limit = round_limit() + kMargin;
+  const absl::Duration limit = round_limit() + options_.answer_margin;
   ATOLL_RETURN_IF_ERROR(exchange_->Settle(absl::Now() + limit));
   if (failed_.ok()) {
     failed_ = PullAll(exchange_, sync() ? step_ - 1 : 0, limit).status();

@@ -64,6 +64,8 @@ struct TrainerOptions {
   size_t window_bytes = 32 << 20;
   /// The longest time from a backward's first gradient to its end.
   absl::Duration backward_limit = absl::Minutes(10);
+  /// Granted on top of the owners' own limit for a round, so that their error, which knows more, comes first.
+  absl::Duration answer_margin = absl::Seconds(10);
   /// For the other workers to attach and the first values to come.
   absl::Duration attach_limit = absl::Seconds(60);
 };
@@ -128,7 +130,8 @@ class Trainer {
   /// Receives all parameters whole from the owners, as they hold them now; after a failed Step, takes part
   /// again.
   virtual absl::Status Refresh() = 0;
-  /// Names of parameters that may hold half a value.
+  /// Names of parameters that may hold half a value; between the end of backward and the return of Step also
+  /// those that are landing.
   virtual std::vector<std::string> torn() const = 0;
 
   /// This worker has no more data: rounds after this go on without it. Later Steps fail.

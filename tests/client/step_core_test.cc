@@ -85,6 +85,18 @@ TEST_F(StepCoreTest, AFailureOfOneChunkOfTwoTearsTheParameter) {
   EXPECT_TRUE(core_.torn().empty());
 }
 
+TEST_F(StepCoreTest, WhatIsLandingMayBeTornUntilItIsThere) {
+  SendAll();
+  EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0, 1, 2}));
+  core_.Landed(2, 1);
+  core_.Failed(0, absl::DeadlineExceededError("x"));
+  EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0})) << "chunk 1 of 'big' may still land";
+  core_.Failed(1, absl::DeadlineExceededError("x"));
+  EXPECT_TRUE(core_.torn().empty()) << "old, and whole";
+  EXPECT_FALSE(core_.End().ok());
+  EXPECT_TRUE(core_.torn().empty());
+}
+
 TEST_F(StepCoreTest, NothingLandedIsStaleAndWhole) {
   SendAll();
   for (int i = 0; i < 3; ++i) core_.Failed(i, absl::DeadlineExceededError("round"));
