@@ -52,7 +52,7 @@ foreach(needed libcudart.so.13 libcupti.so.13)
   endif()
 endforeach()
 
-# The Python beside torch, for tests that compare with it.
+# The Python beside torch, else any: it runs the tests, and those that need torch's Python ask it for that.
 find_program(ATOLL_PYTHON NAMES python3 HINTS ${ATOLL_SITE_PACKAGES}/../../../bin)
 
 if(TARGET Torch::cpu)

@@ -3,22 +3,25 @@
 
 Starts atoll-server and atoll-worker processes on a free loopback port with a fresh job key, shows how far
 they are, and ends with a table of what was reached. Exit codes: 0 all is as it should be; 1 a process
-failed, the accuracy is too low, or (sync) the replicas differ; 2 wrong arguments; 130 interrupted.
+failed, the accuracy is too low, or (sync) the replicas differ; 2 wrong arguments; 130, 143 or 129 it was
+ended by Ctrl-C, SIGTERM or SIGHUP, and so were its processes.
 """
 import argparse
 import ctypes
+import errno
 import json
 import os
 import queue
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+
+from loopback import free_port
 
 PR_SET_PDEATHSIG = 1
 STOP_LIMIT_S = 15  # For children to end in order after SIGTERM; a bit more than their --grace.
@@ -58,13 +61,28 @@ def arguments():
     for program in ("atoll-server", "atoll-worker"):
         if not os.access(os.path.join(args.bin, program), os.X_OK):
             parser.error(f"{program} is not in {args.bin}: build first (./dev build), or name its folder with --bin")
+    if args.json:
+        try:  # Now, not after minutes of training.
+            write_file(args.json, None)
+        except OSError as error:
+            parser.error(f"--json: cannot write {args.json}: {error.strerror}")
     return args
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def write_file(path, text):
+    """The whole file or nothing; without a text only tries that it could be written."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            if text is not None:
+                file.write(text)
+        if text is not None:
+            os.replace(part, path)
+    finally:
+        if os.path.exists(part):
+            os.remove(part)
 
 
 def human_bytes(value):
@@ -169,6 +187,25 @@ class Progress:
 
 class Failed(Exception):
     pass
+
+
+class Interrupted(BaseException):
+    """A signal asked for the end; its number is the argument."""
+
+
+# But not what our parent had us ignore (nohup).
+ENDING_SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                  if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def handle_signals(handler):
+    for number in ENDING_SIGNALS:
+        signal.signal(number, handler)
+
+
+def interrupt(number, _):
+    handle_signals(signal.SIG_IGN)  # However often it is asked for: ending in order leaves nothing behind.
+    raise Interrupted(number)
 
 
 def start(args, folder, events, children):
@@ -286,33 +323,34 @@ def judge(args, facts):
 
 def main():
     args = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Through `finally`, as Ctrl-C does.
     events, children = queue.Queue(), []
     folder = tempfile.mkdtemp(prefix="atoll-demo-")
     begin = time.monotonic()
     try:
+        handle_signals(interrupt)
         start(args, folder, events, children)
         summaries = train(args, events, children)
     except Failed as failure:
         print(f"demo failed: {failure}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except Interrupted as interrupted:
         print("\ninterrupted: ending the job", file=sys.stderr)
-        return 130
+        return 128 + interrupted.args[0]
     finally:
+        handle_signals(signal.SIG_IGN)
         stop_all(children)
         shutil.rmtree(folder, ignore_errors=True)
+        handle_signals(signal.SIG_DFL)
     facts = facts_of(args, summaries, time.monotonic() - begin)
     problem = judge(args, facts)
     facts["passed"] = problem is None
     if facts["accuracy"] is not None:
         print_table(facts)
     if args.json:
-        part = f"{args.json}.{os.getpid()}.part"
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=2)
-            file.write("\n")
-        os.replace(part, args.json)
+        try:
+            write_file(args.json, json.dumps(facts, indent=2) + "\n")
+        except OSError as error:
+            problem = problem or f"cannot write {args.json}: {error.strerror}"
     if problem is not None:
         print(f"demo failed: {problem}", file=sys.stderr)
         return 1

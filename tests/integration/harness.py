@@ -10,8 +10,8 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,18 +19,14 @@ import unittest
 
 BIN = os.environ.get("ATOLL_BIN", "build/release/bin")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+from loopback import free_port  # pylint: disable=wrong-import-position
 HANG_LIMIT_S = float(os.environ.get("ATOLL_TEST_HANG_LIMIT", "240"))
 _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_parent():
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test leaves nothing behind either.
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Process:

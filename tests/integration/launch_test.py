@@ -8,7 +8,6 @@ import unittest
 
 from harness import BIN, ROOT, JobTest, free_port
 
-TORCH_PYTHON = os.environ.get("ATOLL_TORCH_PYTHON", "")
 DEMO = os.path.join(ROOT, "tools", "demo.py")
 
 
@@ -34,11 +33,12 @@ class Help(JobTest):
 class Torchrun(JobTest):
 
     def torchrun(self, *flags):
-        if not TORCH_PYTHON or subprocess.run(
-                [TORCH_PYTHON, "-c", "import torch.distributed.run"], capture_output=True, check=False).returncode:
-            self.skipTest("no Python that can import torch.distributed.run")
+        # This is run by the Python beside torch, which without a CUDA toolkit may be unable to load it.
+        if subprocess.run([sys.executable, "-c", "import torch.distributed.run"], capture_output=True,
+                          check=False).returncode:
+            self.skipTest(f"ATOLL_TEST_SKIPPED: {sys.executable} cannot import torch.distributed.run")
         return self.start("torchrun", [
-            TORCH_PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-port=0",
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-port=0",
             "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python",
             os.path.join(BIN, "atoll-run"), "--owners=2", "--data=synthetic:128", "--epochs=1",
             f"--key_file={self.key_file}", f"--summary={self.folder}/{{name}}.json", *flags])
@@ -61,7 +61,7 @@ class Demo(JobTest):
 
     def demo(self, *flags):
         return self.start("demo", [sys.executable, DEMO, "--bin", BIN, "--data", "synthetic:512", "--model", "mlp",
-                                   *flags])
+                                   *flags], env={"TMPDIR": self.folder})
 
     def test_the_table_and_the_facts(self):
         facts_file = os.path.join(self.folder, "facts.json")
@@ -95,15 +95,26 @@ class Demo(JobTest):
             return [int(pid) for pid in file.read().split()]
 
     def test_an_interrupt_leaves_nothing_behind(self):
-        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        for numbers, code in (([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143),
+                              ([signal.SIGHUP, signal.SIGTERM], 129)):
             demo = self.demo("--epochs", "1000000")
             demo.wait_line("step ")
             children = self.children(demo)
             self.assertEqual(len(children), 4)
-            demo.signal(number)
+            demo.signal(numbers[0])
+            for again in numbers[1:]:
+                demo.process.send_signal(again)
             self.expect_code(demo, code)
             for pid in children:
                 self.assertFalse(os.path.exists(f"/proc/{pid}"), f"process {pid} is still there")
+            self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("atoll-demo")], [])
+
+    def test_a_file_that_cannot_be_written_is_refused_before_the_work(self):
+        for path in ("/nowhere/facts.json", self.folder):
+            demo = self.demo("--json", path)
+            self.expect_code(demo, 2)
+            self.assertIn(f"--json: cannot write {path}", demo.err)
+            self.assertEqual(demo.out, "")
 
 
 class FirstJob(JobTest):

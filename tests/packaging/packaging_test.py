@@ -9,13 +9,15 @@ import glob
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+sys.path.insert(0, os.path.join(ROOT, 'tools'))
+from loopback import free_port  # pylint: disable=wrong-import-position
 arguments = None
 
 
@@ -37,12 +39,6 @@ def dynamic(path):
 def clean_environment():
     """Ours without what would help a program find its libraries."""
     return {k: v for k, v in os.environ.items() if k != 'LD_LIBRARY_PATH'}
-
-
-def free_port():
-    with socket.socket() as door:
-        door.bind(('127.0.0.1', 0))
-        return door.getsockname()[1]
 
 
 class PackagingTest(unittest.TestCase):
@@ -83,7 +79,7 @@ class PackagingTest(unittest.TestCase):
         for path in found:
             with self.subTest(os.path.basename(path)):
                 self.check_portable(path)
-                # Abseil's --version exits with 0, and says the name first.
+                # It says the name first.
                 text = run(path, '--version', env=clean_environment())
                 self.assertIn('atoll', text.split()[0])
 

@@ -8,12 +8,13 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, 'tools'))
+from loopback import free_port  # pylint: disable=wrong-import-position
 README = pathlib.Path(ROOT, 'README.md').read_text()
 HANG_LIMIT_S = 240
 arguments = None
@@ -23,12 +24,6 @@ def block(heading, language):
     """The first fenced block of `language` under a heading."""
     section = README.split(f'\n## {heading}\n')[1].split('\n## ')[0]
     return re.search(rf'```{language}\n(.*?)```', section, re.S)[1].strip('\n').split('\n')
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
 
 
 class ReadmeTest(unittest.TestCase):
