@@ -109,7 +109,7 @@ TEST_F(TornLanding, AnOwnerThatDiesInTheMiddleLeavesItTornForGood) {
 }
 
 TEST_F(TornLanding, WhatStandsStillIsTornUntilRefresh) {
-  options_.policy = shard_optim::Sync{.round_limit = absl::Seconds(3)};
+  options_.policy = shard_optim::Sync{.round_limit = absl::Seconds(5)};
   options_.answer_margin = absl::Seconds(1);
   Begin();
   auto result = trainer_->Step();  // Gives up; the landing is still in the middle.
