@@ -28,6 +28,13 @@ ThreadPool::ThreadPool(Options options) : options_(std::move(options)) {
 }
 
 ThreadPool::~ThreadPool() {
+  if (fork_mark_.in_child()) {
+    [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      Abandon(std::move(threads_));
+      Abandon(std::move(queue_));
+    }();
+    return;
+  }
   size_t joined = 0;
   while (true) {
     std::thread thread;
@@ -141,6 +148,11 @@ void SerialExecutor::RunSome() {
 Timer::Timer(const Clock* clock) : clock_(clock), thread_([this] { Run(); }) {}
 
 Timer::~Timer() {
+  if (fork_mark_.in_child()) {
+    [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { Abandon(std::move(due_)); }();
+    Abandon(std::move(thread_));
+    return;
+  }
   {
     absl::MutexLock lock(&mu_);
     stopping_ = true;

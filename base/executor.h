@@ -16,6 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "atoll/base/clock.h"
+#include "atoll/base/fork.h"
 
 namespace Atoll::base {
 
@@ -37,7 +38,8 @@ class InlineExecutor : public Executor {
 /// A pool of threads. A task that is about to wait says so with BlockingScope; another thread of the
 /// pool then takes its place (started if there is none to spare, up to `max_threads` in all), so that
 /// nested calls do not deadlock with one worker thread. Threads once started stay as spares: a wait
-/// costs no thread start. The destructor runs what is queued, then joins; not on a pool thread.
+/// costs no thread start. The destructor runs what is queued, then joins; not on a pool thread. A child of fork has
+/// none of the threads: there nothing runs, and the destructor drops the rest.
 class ThreadPool : public Executor {
  public:
   struct Options {
@@ -75,6 +77,7 @@ class ThreadPool : public Executor {
   void WakeLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int LiveLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return static_cast<int>(threads_.size()); }
 
+  const ForkMark fork_mark_;
   const Options options_;
   absl::Mutex mu_;
   absl::CondVar work_;  // For threads that are idle.
@@ -104,7 +107,7 @@ class SerialExecutor : public Executor, public std::enable_shared_from_this<Seri
 };
 
 /// Runs tasks at a time, on a thread of its own that user code cannot block: tasks given to it must
-/// be short and never wait. The destructor drops what has not come due.
+/// be short and never wait. The destructor drops what has not come due. In a child of fork nothing runs.
 class Timer {
  public:
   using Id = uint64_t;
@@ -118,6 +121,7 @@ class Timer {
  private:
   void Run();
 
+  const ForkMark fork_mark_;
   const Clock* const clock_;
   absl::Mutex mu_;
   absl::CondVar changed_;

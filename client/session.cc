@@ -24,7 +24,14 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Join(absl::StatusOr<cluster::L
   return std::unique_ptr<Session>(new Session(std::move(key_file), std::move(node)));
 }
 
+absl::Status Session::CheckActive() const {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("this session"));
+  if (active()) return absl::OkStatus();
+  return absl::FailedPreconditionError("the session has left its job");
+}
+
 absl::Status Session::Leave(absl::Duration limit) {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Session::Leave"));
   left_.store(true, std::memory_order_release);
   return node_->Stop(limit);
 }
@@ -33,6 +40,7 @@ int Session::worker_index() const { return node_->launch().rank - node_->launch(
 int Session::worker_count() const { return node_->launch().world_size - node_->launch().owners; }
 
 absl::Status Session::ClaimModel(absl::string_view name) {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Session::ClaimModel"));
   absl::MutexLock lock(&mu_);
   if (models_.insert(std::string(name)).second) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat("this session has a trainer of model '", name,
@@ -40,6 +48,7 @@ absl::Status Session::ClaimModel(absl::string_view name) {
 }
 
 void Session::ReleaseModel(absl::string_view name) {
+  if (in_child()) return;
   absl::MutexLock lock(&mu_);
   models_.erase(std::string(name));
 }

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "atoll/base/fork.h"
 #include "atoll/cluster/job_key.h"
 #include "atoll/cluster/launch.h"
 #include "atoll/rref/node.h"
@@ -18,6 +19,10 @@
 namespace Atoll::client {
 
 /// Owns the rank's rref::Node. Outlives its Trainers. Thread-safe.
+///
+/// It belongs to the process that joined. A child of fork (a data loader, say) may hold it, but not use it: there
+/// Leave and all of its trainers fail with FailedPrecondition, and destructors do nothing. Who wants ranks that
+/// are forked joins in each of them, after the fork.
 class Session {
  public:
   /// Joins as the worker that `launch` says, and waits until the whole job is there. Errors: what is wrong
@@ -28,8 +33,10 @@ class Session {
   ~Session();
   /// Leaves in order; later use of its trainers fails with FailedPrecondition.
   absl::Status Leave(absl::Duration limit = absl::Seconds(10));
-  /// False once Leave was called.
-  bool active() const { return !left_.load(std::memory_order_acquire); }
+  /// FailedPrecondition once Leave was called, and in a child of fork.
+  absl::Status CheckActive() const;
+  bool active() const { return !left_.load(std::memory_order_acquire) && !in_child(); }
+  bool in_child() const { return fork_mark_.in_child(); }
   rref::Node& node() { return *node_; }
 
   /// Index of this worker among the job's workers, and how many there were at the launch.
@@ -42,6 +49,7 @@ class Session {
 
  private:
   Session(std::unique_ptr<cluster::SharedKeyFile> key_file, std::unique_ptr<rref::Node> node);
+  const base::ForkMark fork_mark_;
   const std::unique_ptr<cluster::SharedKeyFile> key_file_;  // Of a job on one host without a key of its own.
   const std::unique_ptr<rref::Node> node_;
   std::atomic<bool> left_{false};

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/client/attach.h"
@@ -33,7 +34,9 @@ class TrainerImpl : public Trainer {
   AccumulationScope Accumulate() override;
   absl::Status SetLearningRate(double lr) override;
   absl::Status Refresh() override;
-  std::vector<std::string> torn() const override { return exchange_->torn(); }
+  std::vector<std::string> torn() const override {
+    return session_.in_child() ? std::vector<std::string>() : exchange_->torn();
+  }
   absl::Status Leave() override;
   absl::StatusOr<std::vector<ShardInfo>> Shards() override;
 
@@ -98,7 +101,7 @@ class TrainerImpl : public Trainer {
 };
 
 absl::Status TrainerImpl::Start(const NamedTensors& named) {
-  if (!session_.active()) return absl::FailedPreconditionError("the session has left its job");
+  ATOLL_RETURN_IF_ERROR(session_.CheckActive());
   ATOLL_RETURN_IF_ERROR(shard_optim::Validate(options_.optimizer));
   ATOLL_ASSIGN_OR_RETURN(ParameterSet parameters, ParameterSet::Create(named));
   shard_optim::ShardArguments arguments;
@@ -149,6 +152,10 @@ void TrainerImpl::RemoveHooks() {
 TrainerImpl::~TrainerImpl() {
   alive_.reset();
   RemoveHooks();
+  if (session_.in_child()) {
+    base::Abandon(std::move(exchange_));
+    return;
+  }
   if (claimed_) session_.ReleaseModel(options_.name);
   if (!registered_ || left_ || !session_.active()) return;
   shard_optim::Leave request;
@@ -158,7 +165,7 @@ TrainerImpl::~TrainerImpl() {
 }
 
 absl::Status TrainerImpl::Usable() const {
-  if (!session_.active()) return absl::FailedPreconditionError("the session has left its job");
+  ATOLL_RETURN_IF_ERROR(session_.CheckActive());
   if (left_) return absl::FailedPreconditionError("this worker has left the training of the model");
   if (failed_.ok()) return absl::OkStatus();
   const std::vector<std::string> torn = exchange_->torn();
@@ -171,7 +178,7 @@ absl::Status TrainerImpl::Usable() const {
 
 // On the thread of backward.
 void TrainerImpl::OnGradient(int parameter) {
-  const bool usable = !left_ && failed_.ok();
+  const bool usable = !left_ && failed_.ok() && !session_.in_child();
   if (usable && scopes_ > 0 && phase_ == Phase::kIdle) return KeepGradient(parameter);
   const at::Tensor gradient = TakeGradient(parameters().tensor(parameter));
   if (!usable) return;  // Step says so.
@@ -222,7 +229,7 @@ void TrainerImpl::ForgetCleared() {
 }
 
 void TrainerImpl::EndOfBackward() {
-  if (phase_ != Phase::kPushing) return;
+  if (phase_ != Phase::kPushing || session_.in_child()) return;
   in_backward_ = false;
   Flush();
 }
@@ -368,7 +375,7 @@ absl::Status TrainerImpl::SetLearningRate(double lr) {
 }
 
 absl::Status TrainerImpl::Refresh() {
-  if (!session_.active()) return absl::FailedPreconditionError("the session has left its job");
+  ATOLL_RETURN_IF_ERROR(session_.CheckActive());
   if (left_) return absl::FailedPreconditionError("this worker has left the training of the model");
   if (phase_ != Phase::kIdle) {
     return absl::FailedPreconditionError(absl::StrCat("step ", step_, " is under way: Step() ends it"));
@@ -406,7 +413,7 @@ absl::Status TrainerImpl::Resume(absl::Duration limit) {
 }
 
 absl::Status TrainerImpl::Leave() {
-  if (!session_.active()) return absl::FailedPreconditionError("the session has left its job");
+  ATOLL_RETURN_IF_ERROR(session_.CheckActive());
   if (left_) return absl::OkStatus();
   if (phase_ != Phase::kIdle) {
     return absl::FailedPreconditionError(absl::StrCat("step ", step_, " is under way: Step() ends it"));
@@ -421,7 +428,7 @@ absl::Status TrainerImpl::Leave() {
 }
 
 absl::StatusOr<std::vector<Trainer::ShardInfo>> TrainerImpl::Shards() {
-  if (!session_.active()) return absl::FailedPreconditionError("the session has left its job");
+  ATOLL_RETURN_IF_ERROR(session_.CheckActive());
   ATOLL_ASSIGN_OR_RETURN(
       auto infos, exchange_->shards().CallAll<shard_optim::Info>({shard_optim::Info{}}, round_limit()));
   std::vector<ShardInfo> shards;

@@ -93,7 +93,8 @@ class [[nodiscard]] AccumulationScope {
 };
 
 /// Used from one thread (that of the training loop, and of its backward). The destructor removes the hooks
-/// and leaves the roster.
+/// and leaves the roster. In a child of fork all of it fails with FailedPrecondition, a backward's gradients go
+/// nowhere, and the destructor only removes the hooks.
 class Trainer {
  public:
   /// Creates the shards on the owners (or finds them), compares names, shapes, dtypes and strides with the

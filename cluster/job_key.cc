@@ -138,7 +138,7 @@ SharedKeyFile::SharedKeyFile(int directory, int file, std::string entry, std::st
 SharedKeyFile::~SharedKeyFile() {
   // Nobody else holds it: whoever opens it before it is gone notices, and makes another.
   struct stat info {};
-  if (flock(file_, LOCK_EX | LOCK_NB) == 0 && fstat(file_, &info) == 0 &&
+  if (!fork_mark_.in_child() && flock(file_, LOCK_EX | LOCK_NB) == 0 && fstat(file_, &info) == 0 &&
       SameFile(directory_, entry_, info)) {
     unlinkat(directory_, entry_.c_str(), 0);
   }

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "atoll/base/fork.h"
 #include "atoll/cluster/launch.h"
 
 namespace Atoll::cluster {
@@ -32,6 +33,7 @@ class SharedKeyFile {
   /// directory or file that is not ours alone (PermissionDenied). Safe against ranks that do the same now.
   static absl::StatusOr<std::unique_ptr<SharedKeyFile>> Open(const std::string& directory,
                                                              absl::string_view job);
+  /// Removes the file if nobody else has it open. In a child of fork it only closes it.
   ~SharedKeyFile();
   SharedKeyFile(const SharedKeyFile&) = delete;
   SharedKeyFile& operator=(const SharedKeyFile&) = delete;
@@ -42,6 +44,7 @@ class SharedKeyFile {
  private:
   SharedKeyFile(int directory, int file, std::string entry, std::string path, std::string key);
 
+  const base::ForkMark fork_mark_;
   const int directory_;
   const int file_;
   const std::string entry_;

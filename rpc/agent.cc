@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
@@ -16,9 +17,21 @@
 
 namespace Atoll::rpc {
 
+namespace {
+
+// Nobody else is there to do it: here and now, in the calling thread.
+void ReturnLoansInChild(Payload payload) {
+  for (OutTensor& tensor : payload.tensors) {
+    if (tensor.lent && tensor.on_return) std::move(tensor.on_return)();
+  }
+}
+
+}  // namespace
+
 // Responders.
 
 struct Responder::State {
+  base::ForkMark fork_mark;
   absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply;
 };
 
@@ -40,11 +53,14 @@ Responder::~Responder() {
 
 void Responder::Reply(absl::StatusOr<Payload> reply) && {
   std::unique_ptr<State> state = std::move(state_);
-  if (state != nullptr) std::move(state->reply)(std::move(reply));
+  if (state == nullptr) return;
+  if (!state->fork_mark.in_child()) return std::move(state->reply)(std::move(reply));
+  if (reply.ok()) ReturnLoansInChild(*std::move(reply));
+  base::Abandon(std::move(state));
 }
 
 Responder Responder::From(absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply) {
-  return Responder(std::make_unique<State>(State{std::move(reply)}));
+  return Responder(std::make_unique<State>(State{{}, std::move(reply)}));
 }
 
 // The agent.
@@ -70,6 +86,15 @@ class AgentImpl : public Agent {
   }
 
   ~AgentImpl() override {
+    if (fork_mark_.in_child()) {
+      base::Abandon(std::move(own_clock_));
+      base::Abandon(std::shared_ptr<Hub>(hub_));
+      base::Abandon(std::shared_ptr<SelfCalls>(self_calls_));
+      base::Abandon(std::move(timer_));
+      base::Abandon(std::move(failures_));
+      base::Abandon(std::move(pool_));
+      return;
+    }
     Shutdown(absl::Seconds(5)).IgnoreError();
     hub_->DetachThreads();
     timer_ = nullptr;
@@ -78,12 +103,16 @@ class AgentImpl : public Agent {
   }
 
   absl::Status Register(MethodId method, Handler handler, MethodOptions options) override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Agent::Register"));
     return hub_->Register(std::move(method), std::move(handler), std::move(options));
   }
 
-  void AddPeer(Peer peer) override { hub_->AddPeer(std::move(peer)); }
+  void AddPeer(Peer peer) override {
+    if (!fork_mark_.in_child()) hub_->AddPeer(std::move(peer));
+  }
 
   void RemovePeer(const base::MemberId& id, absl::Status reason) override {
+    if (fork_mark_.in_child()) return;
     std::shared_ptr<Session> session = hub_->FindSession(id.name);
     if (session == nullptr || session->peer().id != id) return;
     bool in_order = reason.ok();
@@ -93,6 +122,7 @@ class AgentImpl : public Agent {
 
   std::optional<Peer> FindPeer(absl::string_view name) const override {
     if (name == self().name) return Peer{self(), addresses()};
+    if (fork_mark_.in_child()) return std::nullopt;
     std::shared_ptr<Session> session = hub_->FindSession(name);
     if (session == nullptr || session->dead()) return std::nullopt;
     return session->peer();
@@ -100,6 +130,10 @@ class AgentImpl : public Agent {
 
   base::Future<base::MemberId> Meet(std::vector<std::string> addresses, absl::Duration limit) override {
     base::Promise<base::MemberId> promise;
+    if (fork_mark_.in_child()) {
+      promise.Set(fork_mark_.Error("Agent::Meet"));
+      return promise.future();
+    }
     base::MemberId anybody;
     hub_->endpoint()->Connect(
         addresses, anybody, transport::Lane::kControl, limit,
@@ -118,11 +152,15 @@ class AgentImpl : public Agent {
   }
 
   void OnPeerDead(std::function<void(const base::MemberId&, absl::Status)> observer) override {
-    hub_->Observe(std::move(observer));
+    if (!fork_mark_.in_child()) hub_->Observe(std::move(observer));
   }
 
   void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
             OnReply on_reply) override {
+    if (fork_mark_.in_child()) {
+      ReturnLoansInChild(std::move(request));
+      return std::move(on_reply)(ErrorInChild("Agent::Call", to, method));
+    }
     absl::Status refused;
     if (hub_->shutting_down()) {
       refused = absl::CancelledError("this agent is shut down");
@@ -143,6 +181,11 @@ class AgentImpl : public Agent {
 
   base::Future<base::Unit> Send(absl::string_view to, const MethodId& method, Payload request) override {
     base::Promise<base::Unit> promise;
+    if (fork_mark_.in_child()) {
+      ReturnLoansInChild(std::move(request));
+      promise.Set(ErrorInChild("Agent::Send", to, method));
+      return promise.future();
+    }
     auto done = [promise, hub = hub_](absl::Status status) {
       absl::StatusOr<base::Unit> result = base::Unit{};
       if (!status.ok()) result = std::move(status);
@@ -171,6 +214,7 @@ class AgentImpl : public Agent {
   transport::Endpoint* endpoint() override { return hub_->endpoint(); }
 
   absl::Status Shutdown(absl::Duration limit) override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Agent::Shutdown"));
     absl::MutexLock lock(&shutdown_mu_);
     if (shut_down_) return absl::OkStatus();
     shut_down_ = true;
@@ -219,7 +263,13 @@ class AgentImpl : public Agent {
         base::Ran::kNo);
   }
 
-  const std::unique_ptr<base::Clock> own_clock_;
+  absl::Status ErrorInChild(absl::string_view what, absl::string_view to, const MethodId& method) const {
+    return fork_mark_.Error(
+        absl::StrCat(what, "(", MethodText(method.name, method.version), " on ", to, ")"));
+  }
+
+  const base::ForkMark fork_mark_;
+  std::unique_ptr<base::Clock> own_clock_;
   const std::shared_ptr<Hub> hub_;
   const std::shared_ptr<SelfCalls> self_calls_;
   std::unique_ptr<base::ThreadPool> pool_;

@@ -171,6 +171,10 @@ struct AgentOptions {
 };
 
 /// Thread-safe. The destructor is Shutdown with 5 s.
+///
+/// It belongs to the process that made it (base/fork.h). In a child of fork calls, Meet, Register and Shutdown
+/// fail with FailedPrecondition (ran: no) before anything is sent, on_reply runs inside Call (there is no other
+/// thread), loans end at once, a Responder answers nobody, and the rest does nothing, the destructor too.
 class Agent {
  public:
   static absl::StatusOr<std::unique_ptr<Agent>> Start(AgentOptions options);

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "atoll/base/fork.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/membership_client.h"
 
@@ -21,26 +22,46 @@ class MembershipImpl : public Membership {
  public:
   explicit MembershipImpl(std::shared_ptr<MembershipClient> client) : client_(std::move(client)) {}
   ~MembershipImpl() override {
+    if (fork_mark_.in_child()) {
+      base::Abandon(std::shared_ptr<MembershipClient>(client_));
+      return;
+    }
     // The coordinator does not wait for the others here: that is what Leave is for.
     client_->Leave(client_->is_coordinator() ? absl::ZeroDuration() : kLeaveOnDestruction).IgnoreError();
     client_->Stop();
   }
   const MemberInfo& self() const override { return client_->self(); }
-  absl::Status status() const override { return client_->status(); }
-  std::vector<MemberInfo> Members() const override { return client_->Members(); }
-  absl::Status WaitForAll(absl::Duration limit) override { return client_->WaitForAll(limit); }
-  void OnEvent(std::function<void(const MembershipEvent&)> observer) override {
-    client_->OnEvent(std::move(observer));
+  absl::Status status() const override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership"));
+    return client_->status();
   }
-  void OnError(std::function<void(absl::Status)> observer) override { client_->OnError(std::move(observer)); }
+  std::vector<MemberInfo> Members() const override {
+    return fork_mark_.in_child() ? std::vector<MemberInfo>() : client_->Members();
+  }
+  absl::Status WaitForAll(absl::Duration limit) override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::WaitForAll"));
+    return client_->WaitForAll(limit);
+  }
+  void OnEvent(std::function<void(const MembershipEvent&)> observer) override {
+    if (!fork_mark_.in_child()) client_->OnEvent(std::move(observer));
+  }
+  void OnError(std::function<void(absl::Status)> observer) override {
+    if (fork_mark_.in_child()) return observer(fork_mark_.Error("Membership::OnError"));
+    client_->OnError(std::move(observer));
+  }
   absl::StatusOr<std::vector<std::string>> AllGather(absl::string_view name, std::string value,
                                                      absl::Duration limit,
                                                      std::vector<std::string> participants) override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::AllGather"));
     return client_->AllGather(name, std::move(value), limit, std::move(participants));
   }
-  absl::Status Leave(absl::Duration limit) override { return client_->Leave(limit); }
+  absl::Status Leave(absl::Duration limit) override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::Leave"));
+    return client_->Leave(limit);
+  }
 
  private:
+  const base::ForkMark fork_mark_;
   const std::shared_ptr<MembershipClient> client_;
 };
 

@@ -33,7 +33,8 @@ struct MembershipOptions {
   absl::Duration join_limit = absl::Seconds(60);  ///< To reach the coordinator (it may start later than we).
 };
 
-/// Thread-safe. Destroyed before its Agent; the destructor leaves (without waiting for long). One an agent.
+/// Thread-safe. Destroyed before its Agent; the destructor leaves (without waiting for long). One an agent. In a
+/// child of fork it fails with FailedPrecondition, and the destructor does nothing: the parent stays a member.
 ///
 /// It ends with an error, which status() then tells, when this process was declared dead, or the
 /// coordinator died or left, or was not heard of for two leases (also: when this process was stopped for

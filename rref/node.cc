@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/cluster/agent_store.h"
@@ -31,7 +32,8 @@ class NodeImpl : public Node {
  public:
   explicit NodeImpl(cluster::Launch launch) : launch_(std::move(launch)) {}
   ~NodeImpl() override {
-    absl::Status status = Stop(absl::Seconds(5));
+    // In a child of fork the parts leave themselves alone.
+    absl::Status status = fork_mark_.in_child() ? absl::OkStatus() : Stop(absl::Seconds(5));
     if (!status.ok()) ATOLL_LOG(kWarning) << "stopping " << launch_.name << ": " << status;
     Destroy();
   }
@@ -52,6 +54,7 @@ class NodeImpl : public Node {
   void Destroy();
   std::string PublicHost() const;
 
+  const base::ForkMark fork_mark_;
   const cluster::Launch launch_;
   std::shared_ptr<transport::Endpoint> endpoint_;
   std::unique_ptr<rpc::Agent> agent_;
@@ -139,6 +142,7 @@ absl::Status NodeImpl::Bring(NodeOptions options) {
 }
 
 absl::Status NodeImpl::Stop(absl::Duration limit) {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Node::Stop"));
   absl::MutexLock lock(&stop_mu_);
   if (stopped_) return stop_status_;
   stopped_ = true;

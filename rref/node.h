@@ -23,7 +23,8 @@ struct NodeOptions {
   std::function<absl::Status(ObjectSpace&, rpc::Agent&)> before_join;
 };
 
-/// Thread-safe. The destructor is Stop with 5 s.
+/// Thread-safe. The destructor is Stop with 5 s. It belongs to the process that made it: in a child of fork it and
+/// its parts fail with FailedPrecondition before a byte is sent, and the destructor does nothing (docs/errors.md).
 class Node {
  public:
   /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there

@@ -99,6 +99,7 @@ void Space::Close() {
 }
 
 absl::Status Space::RegisterClass(std::string class_name, Factory factory) {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("ObjectSpace::RegisterClass"));
   if (class_name.empty() || class_name.size() > kMaxClassNameBytes) {
     return absl::InvalidArgumentError(
         absl::StrCat("a class name has 1 to ", kMaxClassNameBytes, " bytes, not ", class_name.size()));
@@ -112,17 +113,20 @@ absl::Status Space::RegisterClass(std::string class_name, Factory factory) {
 }
 
 base::ForkId Space::NewFork() {
+  if (fork_mark_.in_child()) return {};  // Never sent: agent() refuses.
   absl::MutexLock lock(&mu_);
   return base::ForkId{agent_->self().incarnation, next_fork_++};
 }
 
 absl::StatusOr<rpc::Agent*> Space::agent() const {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("ObjectSpace"));
   absl::MutexLock lock(&mu_);
   if (closed_) return ClosedError();
   return agent_;
 }
 
 absl::StatusOr<rpc::Agent*> Space::AgentFor(const base::MemberId& owner) const {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("RRef"));
   absl::MutexLock lock(&mu_);
   if (closed_) return ClosedError();
   auto gone = gone_.find(owner);
@@ -274,6 +278,7 @@ absl::StatusOr<std::vector<at::Tensor>> Space::AllocateForCall(const base::Membe
 }
 
 absl::StatusOr<std::shared_ptr<Object>> Space::Local(const base::ObjectId& id) const {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("ObjectSpace::Local"));
   absl::MutexLock lock(&mu_);
   if (closed_) return ClosingError();
   auto found = objects_.find(id);
@@ -297,6 +302,7 @@ void Space::Drop(const std::vector<base::ObjectId>& ids) {
 }
 
 absl::Status Space::Unpin(absl::string_view pinned_name) {
+  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("ObjectSpace::Unpin"));
   absl::StatusOr<std::vector<base::ObjectId>> dropped;
   {
     absl::MutexLock lock(&mu_);
@@ -310,6 +316,7 @@ absl::Status Space::Unpin(absl::string_view pinned_name) {
 
 std::vector<ObjectSpace::Entry> Space::List() const {
   std::vector<ObjectSpace::Entry> list;
+  if (fork_mark_.in_child()) return list;
   absl::MutexLock lock(&mu_);
   for (ForkCore::Entry& entry : core_.List()) {
     auto held = objects_.find(entry.id);
@@ -320,6 +327,7 @@ std::vector<ObjectSpace::Entry> Space::List() const {
 }
 
 void Space::OnPeerGone(const base::MemberId& member, absl::Status reason) {
+  if (fork_mark_.in_child()) return;
   std::vector<base::ObjectId> dropped;
   std::vector<std::shared_ptr<Object>> live;
   {

@@ -8,6 +8,16 @@
 #include "atoll/rref/wire.h"
 
 namespace Atoll::rref {
+namespace {
+
+// Of a call that goes nowhere.
+void ReturnLoans(rpc::Payload& request) {
+  for (rpc::OutTensor& tensor : request.tensors) {
+    if (tensor.lent && tensor.on_return) std::exchange(tensor.on_return, nullptr)();
+  }
+}
+
+}  // namespace
 
 struct RRef::State {
   std::weak_ptr<Space> space;
@@ -55,6 +65,7 @@ base::ObjectId RRef::id() const { return state_ == nullptr ? base::ObjectId{} : 
 void RRef::Call(const rpc::MethodId& method, rpc::Payload request, rpc::CallOptions options,
                 rpc::OnReply on_reply) const {
   if (state_ == nullptr) {
+    ReturnLoans(request);
     std::move(on_reply)(base::WithRan(
         absl::FailedPreconditionError("the reference is empty: it was moved or released"), base::Ran::kNo));
     return;
@@ -64,6 +75,7 @@ void RRef::Call(const rpc::MethodId& method, rpc::Payload request, rpc::CallOpti
       absl::FailedPreconditionError("the object space of this reference is shut down"), base::Ran::kNo);
   if (space != nullptr) agent = space->AgentFor(state_->owner);
   if (!agent.ok()) {
+    ReturnLoans(request);
     absl::Status status = base::Annotate(agent.status(), method.name);
     if (space == nullptr || !absl::IsUnavailable(status)) return std::move(on_reply)(std::move(status));
     // Never inside Call: the caller may hold a lock that its callback takes.
@@ -102,7 +114,13 @@ base::Future<base::Unit> RRef::Release() && {
 class ObjectSpaceImpl : public ObjectSpace {
  public:
   explicit ObjectSpaceImpl(std::shared_ptr<Space> space) : space_(std::move(space)) {}
-  ~ObjectSpaceImpl() override { space_->Close(); }
+  ~ObjectSpaceImpl() override {
+    if (space_->fork_mark().in_child()) {
+      base::Abandon(std::shared_ptr<Space>(space_));
+      return;
+    }
+    space_->Close();
+  }
 
   absl::Status RegisterClass(std::string class_name, Factory factory) override {
     return space_->RegisterClass(std::move(class_name), std::move(factory));
@@ -141,6 +159,7 @@ class ObjectSpaceImpl : public ObjectSpace {
     base::Promise<std::shared_ptr<RRef>> promise;
     auto agent = space_->agent();
     if (!agent.ok()) {
+      ReturnLoans(request);
       promise.Set(agent.status());
       return promise.future();
     }

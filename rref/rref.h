@@ -41,7 +41,8 @@ using Factory = std::function<absl::StatusOr<std::shared_ptr<Object>>(const base
 class ObjectSpace;
 
 /// One reference. Movable, not copyable (Share makes another); its destruction tells the owner. Thread-safe
-/// to call.
+/// to call. In a child of fork calls fail with FailedPrecondition, and its destruction tells nobody: the parent
+/// has it still.
 class RRef {
  public:
   RRef();
@@ -67,7 +68,7 @@ class RRef {
   std::shared_ptr<State> state_;
 };
 
-/// Thread-safe.
+/// Thread-safe. In a child of fork it fails with FailedPrecondition, and its destructor does nothing.
 class ObjectSpace {
  public:
   /// `agent` must outlive it. Registers rref's methods there.

@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/synchronization/mutex.h"
 #include "atoll/base/executor.h"
+#include "atoll/base/fork.h"
 #include "atoll/rref/fork_core.h"
 #include "atoll/rref/rref.h"
 
@@ -23,8 +24,10 @@ class Space : public std::enable_shared_from_this<Space> {
 
   /// Registers rref's methods with the agent.
   absl::Status Serve();
-  /// Refuses all from now on; destroys the objects.
+  /// Refuses all from now on; destroys the objects. Not in a child of fork, which has no right to: see
+  /// fork_mark.
   void Close();
+  const base::ForkMark& fork_mark() const { return fork_mark_; }
 
   absl::Status RegisterClass(std::string class_name, Factory factory);
   base::ForkId NewFork();
@@ -60,6 +63,7 @@ class Space : public std::enable_shared_from_this<Space> {
   // Takes the objects out; they are destroyed on the pool.
   void Drop(const std::vector<base::ObjectId>& ids);
 
+  const base::ForkMark fork_mark_;
   rpc::Agent* const agent_;
   const std::shared_ptr<base::SerialExecutor> events_;  // OnPeerGone of objects, in order.
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "atoll/base/executor.h"
+#include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/transport/dialer.h"
@@ -51,11 +52,13 @@ absl::Status CheckOptions(const EndpointOptions& options) {
 class EndpointImpl final : public Endpoint {
  public:
   explicit EndpointImpl(EndpointOptions options) : options_(std::move(options)) {}
+  /// Not in a child of fork: there the object is left alone.
   ~EndpointImpl() override {
     Close();
     Join();
   }
   absl::Status Start();
+  bool in_child() const { return fork_mark_.in_child(); }
 
   std::vector<std::string> addresses() const override { return addresses_; }
   int port() const override { return bound_.port(); }
@@ -74,6 +77,7 @@ class EndpointImpl final : public Endpoint {
   void OnAccepted(std::shared_ptr<tensorpipe::Pipe> pipe);
   void Dial(std::shared_ptr<Dialer> dialer, std::vector<std::string> addresses);
 
+  const base::ForkMark fork_mark_;
   const EndpointOptions options_;
   SocketAddress bound_;
   std::vector<std::string> addresses_;
@@ -117,6 +121,7 @@ absl::Status EndpointImpl::Start() {
   transport.limits = {options_.max_header_bytes, options_.max_tensors, options_.max_tensor_bytes};
   transport_ = std::make_shared<TransportContext>(engine_, transport);
   shared_ = std::make_shared<PipeShared>();
+  shared_->fork_mark = fork_mark_;
   shared_->engine = engine_;
   shared_->limits = transport.limits;
   if (options_.enable_cuda) {
@@ -204,6 +209,7 @@ void EndpointImpl::OnAccepted(std::shared_ptr<tensorpipe::Pipe> pipe) {
 }
 
 void EndpointImpl::OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe) {
+  if (in_child()) return;
   {
     absl::MutexLock lock(&mu_);
     ATOLL_CHECK(!on_pipe_set_) << "OnPipe is called once";
@@ -223,6 +229,7 @@ void EndpointImpl::OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pip
 void EndpointImpl::Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane,
                            absl::Duration limit,
                            absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) {
+  if (in_child()) return std::move(done)(fork_mark_.Error("Endpoint::Connect"));
   const absl::Time deadline = engine_->loop->Now() + limit;
   auto open = [this](const std::string& url,
                      std::shared_ptr<Link> link) -> absl::StatusOr<std::shared_ptr<Pipe>> {
@@ -283,6 +290,7 @@ Endpoint::Counters EndpointImpl::counters() const {
 }
 
 void EndpointImpl::Close() {
+  if (in_child()) return;
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
@@ -300,6 +308,7 @@ void EndpointImpl::Close() {
 }
 
 void EndpointImpl::Join() {
+  if (in_child()) return;
   if (engine_ == nullptr || engine_->loop == nullptr) return;
   std::unique_ptr<base::ThreadPool> resolver;
   {
@@ -324,7 +333,9 @@ void EndpointImpl::Join() {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Endpoint>> CreateEndpoint(EndpointOptions options) {
-  auto endpoint = std::make_shared<EndpointImpl>(std::move(options));
+  std::shared_ptr<EndpointImpl> endpoint(new EndpointImpl(std::move(options)), [](EndpointImpl* unused) {
+    if (!unused->in_child()) delete unused;
+  });
   absl::Status status = endpoint->Start();
   if (!status.ok()) return status;
   return endpoint;

@@ -45,6 +45,10 @@ struct EndpointOptions {
 };
 
 /// Thread-safe. The destructor is Close() and Join().
+///
+/// It belongs to the process that made it (base/fork.h): in a child of fork Connect fails with
+/// FailedPrecondition, inline, nothing else does anything, and neither does the destructor. The child holds the
+/// descriptors of the connections until it ends or execs: until then peers do not see them close.
 class Endpoint {
  public:
   virtual ~Endpoint() = default;

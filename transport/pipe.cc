@@ -43,7 +43,13 @@ PipeImpl::PipeImpl(std::shared_ptr<const PipeShared> shared, std::shared_ptr<ten
   });
 }
 
-PipeImpl::~PipeImpl() { Close(absl::CancelledError("the pipe was dropped")); }
+PipeImpl::~PipeImpl() {
+  if (in_child()) {
+    base::Abandon(std::shared_ptr<State>(state_));
+    return;
+  }
+  Close(absl::CancelledError("the pipe was dropped"));
+}
 
 void PipeImpl::State::EndIfWaiting(const absl::Status& status) {
   {
@@ -111,6 +117,7 @@ absl::StatusOr<tensorpipe::Message> PipeImpl::Convert(const State& state, Messag
 }
 
 void PipeImpl::Write(Message message, absl::AnyInvocable<void(absl::Status)> done) {
+  if (in_child()) return std::move(done)(state_->shared->fork_mark.Error("Pipe::Write"));
   {
     absl::Status error;
     {
@@ -140,6 +147,7 @@ void PipeImpl::OnLoop(absl::AnyInvocable<void()> work) {
 }
 
 void PipeImpl::ReadDescriptor(absl::AnyInvocable<void(absl::StatusOr<Descriptor>)> done) {
+  if (in_child()) return std::move(done)(state_->shared->fork_mark.Error("Pipe::ReadDescriptor"));
   absl::Status refused;
   {
     absl::MutexLock lock(&state_->mu);
@@ -192,6 +200,7 @@ void PipeImpl::State::OnDescriptor(const tensorpipe::Error& tensorpipe_error,
 }
 
 void PipeImpl::Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Status)> done) {
+  if (in_child()) return std::move(done)(state_->shared->fork_mark.Error("Pipe::Read"));
   tensorpipe::Allocation allocation;
   absl::Status refused;
   {
@@ -235,6 +244,7 @@ void PipeImpl::Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Stat
 }
 
 void PipeImpl::Close(absl::Status reason) {
+  if (in_child()) return;
   if (reason.ok()) reason = absl::CancelledError("closed");
   (void)state_->Latch(std::move(reason));
   OnLoop([state = state_] { state->pipe->close(); });

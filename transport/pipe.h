@@ -71,7 +71,8 @@ struct PeerInfo {
 
 /// Held by shared_ptr; thread-safe. Callbacks run exactly once each, on a loop thread of transport or
 /// (Write only) inline in the calling thread; they must not wait, and are called without locks. The
-/// first error sticks: every later callback gets it. Destroying the last reference closes.
+/// first error sticks: every later callback gets it. Destroying the last reference closes. In a child of fork
+/// all callbacks get FailedPrecondition, inline, and nothing is closed: the connection is the parent's.
 class Pipe {
  public:
   virtual ~Pipe() = default;

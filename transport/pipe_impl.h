@@ -8,6 +8,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "atoll/base/fork.h"
 #include "atoll/transport/cuda_plugin.h"
 #include "atoll/transport/engine.h"
 #include "atoll/transport/frame_check.h"
@@ -19,6 +20,7 @@ namespace Atoll::transport {
 
 /// What all pipes of an endpoint share. Constant.
 struct PipeShared {
+  base::ForkMark fork_mark;
   std::shared_ptr<Engine> engine;
   DescriptorLimits limits;
   CudaPlugin* cuda = nullptr;
@@ -36,7 +38,9 @@ class PipeImpl final : public Pipe {
   void Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Status)> done) override;
   void Close(absl::Status reason) override;
   const PeerInfo& peer() const override { return state_->link->peer(); }
-  bool Reaches(Device ours, Device theirs) const override { return state_->link->pairs().Has(ours, theirs); }
+  bool Reaches(Device ours, Device theirs) const override {
+    return !in_child() && state_->link->pairs().Has(ours, theirs);
+  }
 
  private:
   /// What callbacks hold: dropping the pipe must not wait for them. TensorPipe's pipe is in it because a
@@ -68,6 +72,7 @@ class PipeImpl final : public Pipe {
 
   static absl::StatusOr<tensorpipe::Message> Convert(const State& state, Message message);
   void OnLoop(absl::AnyInvocable<void()> work);
+  bool in_child() const { return state_->shared->fork_mark.in_child(); }
 
   const std::shared_ptr<State> state_;
 };
