@@ -99,9 +99,60 @@ void ReadRanks(Reader& read, Launch& launch, absl::string_view rank, absl::strin
   launch.local_world_size = read.Number(local_size, 0, kMaxWorld, "the number of ranks on this host", 0);
 }
 
+/// Of `variable` and torchrun's own name for it (PET_...: what `torchrun --option` reads), the one that is set.
+absl::string_view OrPet(const Reader& read, absl::string_view variable, absl::string_view pet) {
+  return !read.Has(variable) && read.Has(pet) ? pet : variable;
+}
+
+/// "4", or "4:4" for torchrun's elastic form. A range has no one world size.
+int ReadNodes(Reader& read) {
+  const std::string text = read.Text("PET_NNODES", "the number of nodes", "1");
+  const size_t colon = text.find(':');
+  int low = 0, high = 0;
+  if (!absl::SimpleAtoi(text.substr(0, colon), &low) ||
+      !absl::SimpleAtoi(colon == std::string::npos ? text : text.substr(colon + 1), &high) || low != high ||
+      low < 1 || low > kMaxWorld) {
+    read.Latch(Bad("PET_NNODES", text, "one whole number of nodes (a job has a fixed number of ranks)"));
+    return 1;
+  }
+  return low;
+}
+
+/// How many processes torchrun would start here. "auto", "gpu" and "cpu" are its to count: without it, one.
+int ReadProcessesPerNode(Reader& read) {
+  const std::string text = read.Text("PET_NPROC_PER_NODE", "the number of processes a node", "1");
+  if (text == "auto" || text == "gpu" || text == "cpu") return 1;
+  const int count = read.Number("PET_NPROC_PER_NODE", 1, kMaxWorld, "the number of processes a node", 1);
+  if (count > 1 && !read.Has("LOCAL_RANK")) {
+    read.Latch(absl::InvalidArgumentError(
+        absl::StrCat("PET_NPROC_PER_NODE='", text,
+                     "', but this process was not started by torchrun, which would make ", text,
+                     " of one: start it with torchrun --no-python, or one process a pod (numProcPerNode, "
+                     "nprocPerNode: 1), or "
+                     "set RANK, WORLD_SIZE and LOCAL_RANK for each")));
+  }
+  return count;
+}
+
+/// Kubeflow's Trainer describes pods to a torchrun that it expects in them. Our programs may stand in its place,
+/// one a pod.
+void ReadPods(Reader& read, Launch& launch) {
+  const int nodes = ReadNodes(read), each = ReadProcessesPerNode(read);
+  const absl::string_view index = OrPet(read, "PET_NODE_RANK", "JOB_COMPLETION_INDEX");
+  const int node = read.Number(index, 0, nodes - 1, "this node's rank (Kubeflow)",
+                               nodes == 1 ? std::optional<int>(0) : std::nullopt);
+  launch.local_rank = read.Number("LOCAL_RANK", 0, each - 1, "the rank on this host", 0);
+  launch.local_world_size = each;
+  launch.world_size = nodes * each;
+  launch.rank = node * each + launch.local_rank;
+  if (launch.coordinator_host.empty() && nodes == 1) launch.coordinator_host = "127.0.0.1";
+}
+
 void ReadTorchrun(Reader& read, Launch& launch) {
-  absl::string_view rank = "RANK";
+  absl::string_view rank = OrPet(read, "RANK", "PET_NODE_RANK");
   if (!read.Has(rank) && read.Has("JOB_COMPLETION_INDEX")) rank = "JOB_COMPLETION_INDEX";
+  // Kubeflow's PyTorchJob counts pods in RANK, but processes in WORLD_SIZE.
+  if (read.Has("PET_NPROC_PER_NODE")) ReadProcessesPerNode(read);
   ReadRanks(read, launch, rank, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "torchrun, Kubernetes");
   std::string run = read.Text("TORCHELASTIC_RUN_ID", "torchrun's run id", "");
   if (run.empty()) return;
@@ -124,7 +175,7 @@ void ReadSlurm(Reader& read, Launch& launch) {
   unsigned step_number = 0;
   if (!absl::SimpleAtoi(step, &step_number)) step_number = 0;
   // Below the ephemeral ports, and apart for jobs that share a node.
-  if (!read.Has("MASTER_PORT")) {
+  if (!read.Has("MASTER_PORT") && !read.Has("PET_MASTER_PORT")) {
     launch.coordinator_port = 20000 + static_cast<int>((job * 31u + step_number) % 10000u);
   }
   if (!launch.coordinator_host.empty()) return;
@@ -182,6 +233,8 @@ absl::Status CheckWord(absl::string_view what, absl::string_view word, size_t ma
   return absl::OkStatus();
 }
 
+bool IsJoinLimit(absl::Duration limit) { return limit > absl::ZeroDuration() && limit <= absl::Hours(24); }
+
 bool IsLoopback(absl::string_view host) {
   return host == "localhost" || host == "::1" || host == "ip6-localhost" || absl::StartsWith(host, "127.");
 }
@@ -227,8 +280,10 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
   Reader read(environment);
   Launch launch;
   launch.bind = read.Text("ATOLL_BIND", "an address or interface of this host", "");
-  launch.coordinator_host = read.Text("MASTER_ADDR", "the host of rank 0", "");
-  launch.coordinator_port = read.Number("MASTER_PORT", 0, 65535, "the port of rank 0", 29500);
+  launch.coordinator_host =
+      read.Text(OrPet(read, "MASTER_ADDR", "PET_MASTER_ADDR"), "the host of rank 0", "");
+  launch.coordinator_port =
+      read.Number(OrPet(read, "MASTER_PORT", "PET_MASTER_PORT"), 0, 65535, "the port of rank 0", 29500);
 
   if (read.Has("RANK") || read.Has("WORLD_SIZE")) {
     ReadTorchrun(read, launch);
@@ -237,6 +292,8 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
     ReadOpenMpi(read, launch);
   } else if (read.Has("SLURM_PROCID")) {
     ReadSlurm(read, launch);
+  } else if (read.Has("PET_NNODES") || read.Has("PET_NODE_RANK")) {
+    ReadPods(read, launch);
   } else {
     launch.local_world_size = 1;
     if (launch.coordinator_host.empty()) launch.coordinator_host = "127.0.0.1";
@@ -248,8 +305,8 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
   launch.owners = read.Number("ATOLL_OWNERS", 0, kMaxWorld, "the number of owners", 0);
   launch.given_name = read.Text("ATOLL_NAME", "this process's name", "");
   std::string limit = read.Text("ATOLL_JOIN_LIMIT", "a time such as 60s", "60s");
-  if (!absl::ParseDuration(limit, &launch.join_limit) || launch.join_limit <= absl::ZeroDuration()) {
-    read.Latch(Bad("ATOLL_JOIN_LIMIT", limit, "a time above zero, such as 60s or 5m"));
+  if (!absl::ParseDuration(limit, &launch.join_limit) || !IsJoinLimit(launch.join_limit)) {
+    read.Latch(Bad("ATOLL_JOIN_LIMIT", limit, "a time above zero and at most 24h, such as 60s or 5m"));
   }
   ReadKey(read, launch);
   if (!read.status().ok()) return read.status();
@@ -287,8 +344,9 @@ absl::Status Finish(Launch& launch) {
     return absl::InvalidArgumentError(absl::StrCat("MASTER_PORT ", launch.coordinator_port,
                                                    ": the coordinator's port should be from 1 to 65535"));
   }
-  if (launch.join_limit <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError("the join limit (ATOLL_JOIN_LIMIT) should be above zero");
+  if (!IsJoinLimit(launch.join_limit)) {
+    return absl::InvalidArgumentError(
+        "the join limit (ATOLL_JOIN_LIMIT) should be above zero and at most 24h");
   }
   launch.role = launch.rank < launch.owners ? Role::kOwner : Role::kWorker;
   int index = launch.role == Role::kOwner ? launch.rank : launch.rank - launch.owners;
@@ -297,8 +355,11 @@ absl::Status Finish(Launch& launch) {
   ATOLL_RETURN_IF_ERROR(CheckWord("the name (ATOLL_NAME)", launch.name, 64));
   if (launch.bind.empty()) {
     if (!OnOneHost(launch)) launch.bind = AddressTowards(launch.coordinator_host, launch.coordinator_port);
-    // Without a route yet (a name that resolves later), every interface is open: to holders of the key.
-    if (launch.bind.empty()) launch.bind = OnOneHost(launch) ? "127.0.0.1" : "0.0.0.0";
+    // Without a route yet (a name that resolves later), or on the coordinator's own host where its name means
+    // loopback (Debian's 127.0.1.1), every interface is open: to holders of the key.
+    if (launch.bind.empty() || (!OnOneHost(launch) && IsLoopback(launch.bind))) {
+      launch.bind = OnOneHost(launch) ? "127.0.0.1" : "0.0.0.0";
+    }
   } else if (!OnOneHost(launch) && IsLoopback(launch.bind)) {
     return absl::InvalidArgumentError(
         absl::StrCat("ATOLL_BIND ", launch.bind, " cannot be reached from the coordinator's host ",

@@ -51,7 +51,9 @@ Environment ProcessEnvironment();
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torchrun and Kubernetes;
 /// JOB_COMPLETION_INDEX stands in for RANK), or OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, or
-/// SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_LAUNCH_NODE_IPADDR; and
+/// SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_LAUNCH_NODE_IPADDR, or Kubeflow's
+/// PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT (one process a pod, or
+/// LOCAL_RANK set for each; PET_MASTER_* also stand in for MASTER_* elsewhere); and
 /// ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND, ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_JOIN_LIMIT. Each value
 /// that is missing or malformed is named in the error (InvalidArgument), with what it should be. Without any
 /// launcher's variables: one process, rank 0 of 1.

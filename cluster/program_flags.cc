@@ -192,7 +192,8 @@ absl::Status SetWorld(Overlay* overlay) {
   }
   // By hand, on one host, nothing but numbers needs to be given.
   const bool by_hand = !workers_text.empty() || !absl::GetFlag(FLAGS_world_size).empty();
-  if (by_hand && !overlay->Get("MASTER_ADDR").has_value()) overlay->Set("MASTER_ADDR", "127.0.0.1", "");
+  if (by_hand && !overlay->Get("MASTER_ADDR").has_value() && !overlay->Get("PET_MASTER_ADDR").has_value())
+    overlay->Set("MASTER_ADDR", "127.0.0.1", "");
   return absl::OkStatus();
 }
 

@@ -29,7 +29,7 @@ On several hosts, every rank needs the same key, and rank 0's address:
 Under torchrun, srun or mpirun one command line starts all: see atoll-run --help.
 
 Environment, where no flag says otherwise: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (or
-Slurm's and Open MPI's), torchrun's agent store, ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND,
+Slurm's, Open MPI's, Kubeflow's), torchrun's agent store, ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND,
 ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
 )";
 

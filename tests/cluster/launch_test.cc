@@ -141,6 +141,114 @@ TEST(Launch, KubernetesJobIndexIsTheRank) {
   EXPECT_EQ(launch->rank, 1);
 }
 
+// What Kubeflow's Trainer sets in a pod of a TrainJob.
+std::map<std::string, std::string> TrainJob() {
+  return {{"PET_NNODES", "3"},          {"PET_NPROC_PER_NODE", "1"},
+          {"PET_NODE_RANK", "1"},       {"PET_MASTER_ADDR", "127.0.0.1"},
+          {"PET_MASTER_PORT", "29400"}, {"JOB_COMPLETION_INDEX", "2"},
+          {"ATOLL_OWNERS", "1"}};
+}
+
+TEST(Launch, PodsOfATrainJobAreRanks) {
+  auto variables = TrainJob();
+  absl::StatusOr<Launch> launch = LaunchFromEnvironment(Given(variables));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ(launch->rank, 1);
+  EXPECT_EQ(launch->world_size, 3);
+  EXPECT_EQ(launch->local_world_size, 1);
+  EXPECT_EQ(launch->name, "worker0");
+  EXPECT_EQ(launch->coordinator_host, "127.0.0.1");
+  EXPECT_EQ(launch->coordinator_port, 29400);
+
+  variables.erase("PET_NODE_RANK");  // An indexed Job's own index is the pod's too.
+  EXPECT_EQ(LaunchFromEnvironment(Given(variables))->rank, 2);
+  variables.erase("JOB_COMPLETION_INDEX");
+  ExpectError(variables, "PET_NODE_RANK is not set: it should be this node's rank");
+  variables = TrainJob();
+  for (const char* counted_by_torchrun : {"auto", "gpu", "cpu"}) {
+    variables["PET_NPROC_PER_NODE"] = counted_by_torchrun;
+    EXPECT_EQ(LaunchFromEnvironment(Given(variables))->world_size, 3) << counted_by_torchrun;
+  }
+  variables["PET_NNODES"] = "3:3";
+  EXPECT_EQ(LaunchFromEnvironment(Given(variables))->world_size, 3);
+  variables["MASTER_ADDR"] = "localhost";
+  EXPECT_EQ(LaunchFromEnvironment(Given(variables))->coordinator_host, "localhost");
+}
+
+TEST(Launch, OnePodOfATrainJobIsAJobOfItsOwn) {
+  absl::StatusOr<Launch> launch = LaunchFromEnvironment(Given({{"PET_NNODES", "1"}}));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ(launch->rank, 0);
+  EXPECT_EQ(launch->world_size, 1);
+  EXPECT_EQ(launch->coordinator_host, "127.0.0.1");
+}
+
+TEST(Launch, SeveralProcessesAPodNeedTheirLocalRank) {
+  auto variables = TrainJob();
+  variables["PET_NPROC_PER_NODE"] = "2";
+  ExpectError(variables, "PET_NPROC_PER_NODE='2', but this process was not started by torchrun");
+  variables["LOCAL_RANK"] = "1";
+  absl::StatusOr<Launch> launch = LaunchFromEnvironment(Given(variables));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ(launch->rank, 3);
+  EXPECT_EQ(launch->world_size, 6);
+  EXPECT_EQ(launch->local_rank, 1);
+  EXPECT_EQ(launch->local_world_size, 2);
+  variables["LOCAL_RANK"] = "2";
+  ExpectError(variables, "LOCAL_RANK='2'");
+}
+
+// A PyTorchJob sets torchrun's PET_ variables beside RANK (the pod's) and WORLD_SIZE (of processes).
+TEST(Launch, PodsOfAPyTorchJobAreRanks) {
+  auto variables = TrainJob();
+  variables["RANK"] = "2";
+  variables["WORLD_SIZE"] = "3";
+  variables["MASTER_ADDR"] = "127.0.0.1";
+  variables["MASTER_PORT"] = "23456";
+  variables["PET_NPROC_PER_NODE"] = "auto";
+  absl::StatusOr<Launch> launch = LaunchFromEnvironment(Given(variables));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ(launch->rank, 2);
+  EXPECT_EQ(launch->world_size, 3);
+  EXPECT_EQ(launch->coordinator_port, 23456);
+  variables["WORLD_SIZE"] = "6";
+  variables["PET_NPROC_PER_NODE"] = "2";
+  ExpectError(variables, "start it with torchrun");
+  variables["LOCAL_RANK"] = "0";  // torchrun is there.
+  EXPECT_EQ(LaunchFromEnvironment(Given(variables))->rank, 2);
+  variables.erase("RANK");  // --workers by hand says the world, the pod its rank.
+  variables.erase("PET_NPROC_PER_NODE");
+  EXPECT_EQ(LaunchFromEnvironment(Given(variables))->rank, 1);
+}
+
+TEST(Launch, PodsThatCannotBeRanksAreRefused) {
+  auto with = [](const char* name, const char* value) {
+    auto variables = TrainJob();
+    variables[name] = value;
+    return variables;
+  };
+  ExpectError(with("PET_NNODES", "1:4"), "PET_NNODES='1:4': it should be one whole number of nodes");
+  ExpectError(with("PET_NNODES", "many"), "PET_NNODES='many'");
+  ExpectError(with("PET_NNODES", "0"), "PET_NNODES='0'");
+  ExpectError(with("PET_NODE_RANK", "3"), "PET_NODE_RANK='3'");
+  ExpectError(with("PET_NPROC_PER_NODE", "some"), "PET_NPROC_PER_NODE='some'");
+  ExpectError(with("PET_NPROC_PER_NODE", "0"), "PET_NPROC_PER_NODE='0'");
+  ExpectError(with("PET_MASTER_PORT", "http"), "PET_MASTER_PORT='http'");
+  auto variables = TrainJob();
+  variables.erase("PET_MASTER_ADDR");
+  ExpectError(variables, "MASTER_ADDR is not set");
+}
+
+TEST(Launch, ACoordinatorWhoseNameMeansLoopbackHereIsReachedFromOutside) {
+  auto variables = Torchrun();
+  variables["MASTER_ADDR"] = "2130706433";  // Resolves to 127.0.0.1, as a host's own name may.
+  variables["LOCAL_WORLD_SIZE"] = "2";
+  auto launch = LaunchFromEnvironment(Given(variables));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_FALSE(OnOneHost(*launch));
+  EXPECT_EQ(launch->bind, "0.0.0.0");
+}
+
 TEST(Launch, WhatIsMissingOrMalformedIsNamed) {
   auto without = [](const char* name) {
     auto variables = Torchrun();
@@ -172,6 +280,8 @@ TEST(Launch, WhatIsMissingOrMalformedIsNamed) {
   ExpectError(with("ATOLL_NAME", "a b"), "the name (ATOLL_NAME) 'a b'");
   ExpectError(with("ATOLL_BIND", ""), "ATOLL_BIND=''");
   ExpectError(with("ATOLL_JOIN_LIMIT", "60"), "ATOLL_JOIN_LIMIT='60'");
+  ExpectError(with("ATOLL_JOIN_LIMIT", "inf"), "ATOLL_JOIN_LIMIT='inf'");
+  ExpectError(with("ATOLL_JOIN_LIMIT", "25h"), "at most 24h");
   ExpectError(with("ATOLL_KEY", "short"), "ATOLL_KEY: a job key of 5 bytes: it should have 16 to 4096");
   absl::Status no_key = LaunchFromEnvironment(Given(with("ATOLL_KEY_FILE", "/no/such/key"))).status();
   EXPECT_EQ(no_key.code(), absl::StatusCode::kNotFound);

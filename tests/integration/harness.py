@@ -40,7 +40,7 @@ class Process:
         self._open = 2
         # No launcher of the machine that runs the tests may show through.
         clean = {key: value for key, value in os.environ.items()
-                 if not re.match(r"(ATOLL_|SLURM_|OMPI_|TORCHELASTIC_)|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_)", key)}
+                 if not re.match(r"(ATOLL_|SLURM_|OMPI_|PET_|TORCHELASTIC_)|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_)", key)}
         clean.update(env or {})
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True, errors="replace", env=clean, cwd=cwd,
