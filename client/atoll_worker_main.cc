@@ -1,7 +1,9 @@
 // atoll-worker: trains a built-in model with the job's owners.
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -38,9 +40,25 @@ Slurm's, Open MPI's, Kubeflow's), torchrun's agent store, ATOLL_OWNERS, ATOLL_JO
 ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
 )";
 
+std::string PartOf(const std::string& path) { return absl::StrCat(path, ".", getpid(), ".part"); }
+
+/// Whether WriteFile could write there: asked before the work whose result it is.
+absl::Status CanWriteFile(const std::string& path) {
+  const std::string part = PartOf(path);
+  struct stat found = {};
+  if (stat(path.c_str(), &found) == 0 && S_ISDIR(found.st_mode)) {
+    return Atoll::base::ErrnoStatus(EISDIR, absl::StrCat("cannot write ", path));
+  }
+  std::FILE* file = std::fopen(part.c_str(), "we");
+  if (file == nullptr) return Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", path));
+  std::fclose(file);
+  std::remove(part.c_str());
+  return absl::OkStatus();
+}
+
 /// The whole file or nothing: a reader never sees half of it.
 absl::Status WriteFile(const std::string& path, const std::string& text) {
-  const std::string part = absl::StrCat(path, ".", getpid(), ".part");
+  const std::string part = PartOf(path);
   std::FILE* file = std::fopen(part.c_str(), "we");
   if (file == nullptr) return Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", part));
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
@@ -72,6 +90,10 @@ absl::StatusOr<Setup> ReadSetup() {
   ATOLL_ASSIGN_OR_RETURN(setup.report,
                          MakeWorkerReport(setup.flags.progress, isatty(STDOUT_FILENO) == 1, WriteOut));
   ATOLL_ASSIGN_OR_RETURN(setup.launch, LaunchFromFlags(Role::kWorker));
+  std::string& summary = setup.flags.summary;
+  summary = absl::StrReplaceAll(summary, {{"{name}", setup.launch.launch.name}});
+  const absl::Status can_write = summary.empty() ? absl::OkStatus() : CanWriteFile(summary);
+  if (!can_write.ok()) return Annotate(can_write, "--summary");
   return setup;
 }
 
@@ -115,8 +137,7 @@ int Train(const std::string& who, Setup& setup, const Data& data, Model& model, 
   if (!summary.ok()) return EndWithError(who, summary.status(), kExitFailed);
   setup.report->Done(facts, *summary);
   if (!setup.flags.summary.empty()) {
-    const std::string path = absl::StrReplaceAll(setup.flags.summary, {{"{name}", launch.name}});
-    const absl::Status written = WriteFile(path, SummaryJson(facts, *summary));
+    const absl::Status written = WriteFile(setup.flags.summary, SummaryJson(facts, *summary));
     if (!written.ok()) return EndWithError(who, Annotate(written, "--summary"), kExitFailed);
   }
   if (!left.ok()) ATOLL_LOG(kWarning) << "left the job, but not in order: " << left;

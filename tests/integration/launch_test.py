@@ -117,6 +117,15 @@ class Demo(JobTest):
             self.assertEqual(demo.out, "")
 
 
+class Summary(JobTest):
+
+    def test_a_file_that_cannot_be_written_is_refused_before_the_work(self):
+        for path in ("/nowhere/summary.json", self.folder):
+            worker = self.program("atoll-worker", "--owners=1", "--workers=1", "--rank=1", f"--summary={path}",
+                                  f"--key_file={self.key_file}", f"--coordinator=127.0.0.1:{free_port()}")
+            self.expect_error(worker, 2, "--summary", path)
+
+
 class FirstJob(JobTest):
 
     def test_the_example_trains(self):
