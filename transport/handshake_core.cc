@@ -140,9 +140,10 @@ void ClientHandshake::OnMessage(absl::string_view message) {
 }
 
 void ClientHandshake::OnRefusal(uint8_t kind, absl::string_view text) {
-  const char* what = kind == kRefuseVersion ? "another protocol version"
-                     : kind == kRefuseJob   ? "another job"
-                                            : "another build";
+  const std::string what = kind == kRefuseVersion
+                               ? absl::StrCat("another protocol version, ours is ", config_.version)
+                           : kind == kRefuseJob ? "another job"
+                                                : "another build";
   Fail(absl::FailedPreconditionError(absl::StrCat("refused (", what, "): ", Printable(text))));
 }
 
@@ -188,12 +189,12 @@ absl::Status ServerHandshake::CheckPrefix(absl::string_view prefix) {
   return absl::InvalidArgumentError("not an Atoll handshake");
 }
 
-void ServerHandshake::Refuse(uint8_t kind, absl::string_view text) {
+void ServerHandshake::Refuse(uint8_t kind, absl::string_view text, absl::string_view own_text) {
   base::ByteWriter refusal;
   refusal.Put(kind);
   refusal.PutString(text);
   output_ += std::move(refusal).Take();
-  Fail(absl::FailedPreconditionError(text));
+  Fail(absl::FailedPreconditionError(own_text));
 }
 
 void ServerHandshake::OnMessage(absl::string_view message) {
@@ -223,8 +224,9 @@ void ServerHandshake::OnMessage(absl::string_view message) {
 void ServerHandshake::OnHello(absl::string_view body) {
   // The body is read before a refusal: closing with unread input would destroy the text on its way.
   if (client_version_ != config_.version) {
-    return Refuse(kRefuseVersion, absl::StrCat("protocol version ", client_version_, " was offered, ",
-                                               config_.self.name, " speaks ", config_.version));
+    const std::string text = absl::StrCat("protocol version ", client_version_, " was offered, ",
+                                          config_.self.name, " speaks ", config_.version);
+    return Refuse(kRefuseVersion, text, text);
   }
   base::ByteReader reader(body);
   const absl::string_view job = reader.GetString(kMaxNameBytes);
@@ -243,11 +245,14 @@ void ServerHandshake::OnHello(absl::string_view body) {
   if (job != config_.job) {
     // Our own job's id is not told to a stranger.
     return Refuse(kRefuseJob,
-                  absl::StrCat("job '", Printable(job), "' was asked for, this endpoint serves another job"));
+                  absl::StrCat("job '", Printable(job), "' was asked for, this endpoint serves another job"),
+                  absl::StrCat("job '", Printable(job), "' was asked for, we serve '", config_.job, "'"));
   }
   if (fingerprint != config_.fingerprint) {
     return Refuse(kRefuseFingerprint,
-                  absl::StrCat("it has '", config_.fingerprint, "', we have '", Printable(fingerprint), "'"));
+                  absl::StrCat("it has '", config_.fingerprint, "', we have '", Printable(fingerprint), "'"),
+                  absl::StrCat("build '", Printable(fingerprint), "' was offered, we have '",
+                               config_.fingerprint, "'"));
   }
   base::ByteWriter challenge;
   challenge.PutString(config_.self.name);

@@ -121,7 +121,8 @@ class ServerHandshake : public Handshake {
   void OnMessage(absl::string_view message) override;
   absl::Status CheckPrefix(absl::string_view prefix) override;
   void OnHello(absl::string_view body);
-  void Refuse(uint8_t kind, absl::string_view text);
+  /// `text` is for the peer, `own_text` for our log.
+  void Refuse(uint8_t kind, absl::string_view text, absl::string_view own_text);
 
   enum class Stage { kHelloHead, kHelloBody, kProof } stage_ = Stage::kHelloHead;
   uint32_t client_version_ = 0;

@@ -17,6 +17,8 @@ namespace {
 constexpr size_t kMaxFirstFrame = 16 << 10;
 constexpr size_t kMaxBrochure = 64 << 10;
 constexpr int kAcceptsAtOnce = 64;
+constexpr size_t kToldHosts = 32;
+constexpr size_t kToldOfAHost = 3;
 constexpr absl::Duration kAcceptPause = absl::Milliseconds(50);
 // How long a Join waits for the last bytes of closed connections to be read by their peers.
 constexpr absl::Duration kDrainLimit = absl::Milliseconds(250);
@@ -198,7 +200,21 @@ bool TransportContext::DropOldestOnLoop(absl::string_view why) {
 
 void TransportContext::Refuse(const absl::Status& status, const SocketAddress& address) {
   engine_->traffic.refused.fetch_add(1, std::memory_order_relaxed);
-  ATOLL_LOG(kDebug) << "refused a connection from " << address.ToString() << ": " << status;
+  if (IsNewsOnLoop(status, address)) {
+    ATOLL_LOG(kWarning) << "refused a connection from " << address.ToString() << ": " << status.message();
+  } else {
+    ATOLL_LOG(kDebug) << "refused a connection from " << address.ToString() << ": " << status;
+  }
+}
+
+bool TransportContext::IsNewsOnLoop(const absl::Status& status, const SocketAddress& address) {
+  // Another version, build or job: a mistake in a launch. All else is noise, or an attack.
+  if (!absl::IsFailedPrecondition(status)) return false;
+  const std::string text = address.ToString();
+  const std::string host = text.substr(0, text.rfind(':'));
+  if (!told_.contains(host) && told_.size() >= kToldHosts) return false;
+  std::set<std::string>& said = told_[host];
+  return said.size() < kToldOfAHost && said.emplace(status.message()).second;
 }
 
 void TransportContext::AdmitOnLoop(Greeted greeted) {

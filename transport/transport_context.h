@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -112,6 +113,9 @@ class TransportContext final : public tensorpipe::transport::Context,
   absl::Status OnBrochure(const std::shared_ptr<Arrival>& arrival, absl::string_view frame);
   void Deliver(const std::shared_ptr<Arrival>& arrival, std::shared_ptr<Link> link);
   void Refuse(const absl::Status& status, const SocketAddress& address);
+  /// Whether an operator should hear of a refusal: of each kind once a host, and of few in all, since strangers
+  /// can cause them.
+  bool IsNewsOnLoop(const absl::Status& status, const SocketAddress& address);
   void CloseOnLoop();
 
   std::shared_ptr<Stream> NewStream(std::shared_ptr<Link> link);
@@ -133,6 +137,7 @@ class TransportContext final : public tensorpipe::transport::Context,
   std::vector<std::shared_ptr<Acceptor>> acceptors_;
   std::list<std::shared_ptr<Greeter>> strangers_;
   std::map<Greeter*, std::shared_ptr<Greeter>> callers_;  // Our own further connections, being greeted.
+  std::map<std::string, std::set<std::string>> told_;     // Refusals that were logged, by host.
   Fd reserve_;  // Given up for a moment when descriptors run out, to shed who waits at the door.
 
   absl::Mutex mu_;
