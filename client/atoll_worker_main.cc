@@ -132,8 +132,8 @@ int Train(const std::string& who, Setup& setup, const Data& data, Model& model, 
   const absl::StatusOr<WorkerSummary> summary = RunWorker(
       **session, data, model, setup.flags.options, [stop] { return stop->load(); },
       [&setup](const WorkerProgress& progress) { setup.report->Progress(progress); });
-  // Also after an error: others then hear at once that we are gone, and need not wait for the lease.
-  const absl::Status left = (*session)->Leave(setup.node.grace);
+  // Also after an error: others then hear at once that we failed, and why, and need not wait for the lease.
+  const absl::Status left = (*session)->Leave(setup.node.grace, summary.status());
   if (!summary.ok()) return EndWithError(who, summary.status(), kExitFailed);
   setup.report->Done(facts, *summary);
   if (!setup.flags.summary.empty()) {

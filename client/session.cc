@@ -30,10 +30,10 @@ absl::Status Session::CheckActive() const {
   return absl::FailedPreconditionError("the session has left its job");
 }
 
-absl::Status Session::Leave(absl::Duration limit) {
+absl::Status Session::Leave(absl::Duration limit, const absl::Status& why) {
   ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Session::Leave"));
   left_.store(true, std::memory_order_release);
-  return node_->Stop(limit);
+  return node_->Stop(limit, why);
 }
 
 int Session::worker_index() const { return node_->launch().rank - node_->launch().owners; }

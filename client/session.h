@@ -30,9 +30,11 @@ class Session {
   /// without one), what EnsureJobKey says of a missing key, and those of rref::Node::Start.
   static absl::StatusOr<std::unique_ptr<Session>> Join(absl::StatusOr<cluster::Launch> launch,
                                                        rref::NodeOptions options = {});
+  /// Without a Leave before it the others hear that this worker failed.
   ~Session();
-  /// Leaves in order; later use of its trainers fails with FailedPrecondition.
-  absl::Status Leave(absl::Duration limit = absl::Seconds(10));
+  /// Leaves in order, or, if `why` is an error, says that this worker failed and why: a job whose workers all
+  /// failed has failed. Later use of its trainers fails with FailedPrecondition.
+  absl::Status Leave(absl::Duration limit = absl::Seconds(10), const absl::Status& why = absl::OkStatus());
   /// FailedPrecondition once Leave was called, and in a child of fork.
   absl::Status CheckActive() const;
   bool active() const { return !left_.load(std::memory_order_acquire) && !in_child(); }

@@ -23,7 +23,7 @@ struct MemberEvent {
   enum class Kind : uint8_t { kJoined = 0, kLeft = 1, kDead = 2 };
   Kind kind = Kind::kJoined;
   Member member;
-  absl::Status reason;  ///< Of a death: what was seen. OK otherwise.
+  absl::Status reason;  ///< Of a death: what was seen; of one that left since it failed: why. Else OK.
   uint64_t number = 0;  ///< 1, 2, 3 ... in the job.
 };
 

@@ -215,12 +215,17 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   if (found == nullptr) return;
   State state = std::move(*found);
   members_.erase(state.member.rank);
-  bool dead = kind == MemberEvent::Kind::kDead;
-  std::string why = dead ? absl::StrCat("was declared dead: ", what) : "has left";
+  std::string why = "has left";
+  if (kind == MemberEvent::Kind::kDead) {
+    why = absl::StrCat("was declared dead: ", what);
+  } else if (!what.empty()) {
+    why = absl::StrCat("failed: ", what);
+  }
   gone_.emplace_back(state.member, why);
   if (gone_.size() > options_.max_gone) gone_.pop_front();
   std::string text = absl::StrCat(Describe(state.member), " ", why);
-  Announce(kind, state.member, dead ? absl::UnavailableError(text) : absl::OkStatus(), actions);
+  const bool in_order = kind == MemberEvent::Kind::kLeft && what.empty();
+  Announce(kind, state.member, in_order ? absl::OkStatus() : absl::UnavailableError(text), actions);
   AnswerPoll(state, NotAMember(id), actions);
   Append(gathers_.MemberGone(state.member, text), actions);
   auto probe = probes_.find(id);
@@ -276,10 +281,11 @@ MembershipCore::Actions MembershipCore::Poll(const base::MemberId& id, uint64_t 
   return actions;
 }
 
-MembershipCore::Actions MembershipCore::Leave(const base::MemberId& id, absl::Time now) {
+MembershipCore::Actions MembershipCore::Leave(const base::MemberId& id, absl::Time now,
+                                              const std::string& why) {
   Observe(now);
   Actions actions;
-  Remove(id, MemberEvent::Kind::kLeft, "", now, actions);
+  Remove(id, MemberEvent::Kind::kLeft, why, now, actions);
   return actions;
 }
 

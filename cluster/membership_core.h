@@ -66,8 +66,8 @@ class MembershipCore : private GatherCore::Roster {
   absl::Status Heartbeat(const base::MemberId& id, absl::Time now);
   /// Answered as soon as there is an event after `after`. A newer poll of the same member ends an older one.
   Actions Poll(const base::MemberId& id, uint64_t after, Token token, absl::Time now);
-  /// Leaves in order. Who is no member needs not.
-  Actions Leave(const base::MemberId& id, absl::Time now);
+  /// Leaves, in order or (`why` is not empty) because it failed. Who is no member needs not.
+  Actions Leave(const base::MemberId& id, absl::Time now, const std::string& why = "");
 
   enum class Evidence {
     kSeen,         ///< Its process is gone: its address refuses, or another incarnation answers there.

@@ -81,6 +81,8 @@ SignalWatch::~SignalWatch() {
 
 void SignalWatch::OnSignal(std::function<void(int)> ask) {
   absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(
+      +[](SignalWatch* self) ABSL_SHARED_LOCKS_REQUIRED(self->mu_) { return !self->asking_; }, this));
   ask_ = std::move(ask);
 }
 
@@ -109,13 +111,20 @@ void SignalWatch::Run() {
     if (signal() != 0) {
       EndAtOnce(who_, absl::StrCat(SignalName(number), " again: ending at once"), number);
     }
-    absl::MutexLock lock(&mu_);  // OnSignal then waits until `ask_` has run.
-    if (!ask_) EndAtOnce(who_, absl::StrCat(SignalName(number), " before the job began: ending"), number);
+    std::function<void(int)> ask;
+    {
+      absl::MutexLock lock(&mu_);
+      ask = ask_;
+      asking_ = true;
+    }
+    if (!ask) EndAtOnce(who_, absl::StrCat(SignalName(number), " before the job began: ending"), number);
     signal_.store(number, std::memory_order_release);
     give_up = absl::Now() + grace_;
     const std::string line = absl::StrCat(who_, ": ", SignalName(number), ": ending in order\n");
     (void)!write(STDERR_FILENO, line.data(), line.size());
-    ask_(number);
+    ask(number);
+    absl::MutexLock lock(&mu_);
+    asking_ = false;
   }
 }
 

@@ -82,8 +82,9 @@ class SignalWatch {
   SignalWatch(const SignalWatch&) = delete;
   SignalWatch& operator=(const SignalWatch&) = delete;
 
-  /// `ask` runs once, on the watch's thread, with the first signal; it must be short and what it uses must
-  /// outlive the watch, or the next OnSignal. Replaces an earlier one.
+  /// `ask` runs once, on the watch's thread and under no lock, with the first signal; it must be short (no
+  /// other signal is seen meanwhile), and what it uses must outlive the watch, or the next OnSignal. Replaces
+  /// an earlier one, and waits until that has run. Not to be called from `ask`.
   void OnSignal(std::function<void(int)> ask);
   /// The first signal, or 0.
   int signal() const { return signal_.load(std::memory_order_acquire); }
@@ -100,6 +101,7 @@ class SignalWatch {
   std::atomic<int> signal_{0};
   absl::Mutex mu_;
   std::function<void(int)> ask_ ABSL_GUARDED_BY(mu_);
+  bool asking_ ABSL_GUARDED_BY(mu_) = false;  // It runs.
   std::thread thread_;
 };
 

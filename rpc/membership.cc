@@ -27,7 +27,10 @@ class MembershipImpl : public Membership {
       return;
     }
     // The coordinator does not wait for the others here: that is what Leave is for.
-    client_->Leave(client_->is_coordinator() ? absl::ZeroDuration() : kLeaveOnDestruction).IgnoreError();
+    client_
+        ->Leave(client_->is_coordinator() ? absl::ZeroDuration() : kLeaveOnDestruction,
+                absl::AbortedError("it ended without leaving in order"))
+        .IgnoreError();
     client_->Stop();
   }
   const MemberInfo& self() const override { return client_->self(); }
@@ -55,9 +58,9 @@ class MembershipImpl : public Membership {
     ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::AllGather"));
     return client_->AllGather(name, std::move(value), limit, std::move(participants));
   }
-  absl::Status Leave(absl::Duration limit) override {
+  absl::Status Leave(absl::Duration limit, const absl::Status& why) override {
     ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::Leave"));
-    return client_->Leave(limit);
+    return client_->Leave(limit, why);
   }
 
  private:

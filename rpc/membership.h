@@ -74,9 +74,10 @@ class Membership {
                                                              std::vector<std::string> participants = {}) = 0;
   absl::Status Barrier(absl::string_view name, absl::Duration limit);
 
-  /// Leaves in order: others get one kLeft event. The coordinator waits (up to `limit`) until the others
-  /// left, and then leaves in any case.
-  virtual absl::Status Leave(absl::Duration limit) = 0;
+  /// Leaves: others get one kLeft event, whose reason is OK if `why` is, and else says what `why` says: this
+  /// process failed, and they need not wait for its lease to hear of it. The coordinator waits (up to `limit`)
+  /// until the others left, and then leaves in any case.
+  virtual absl::Status Leave(absl::Duration limit, const absl::Status& why = absl::OkStatus()) = 0;
 };
 
 }  // namespace Atoll::rpc

@@ -148,10 +148,10 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
 void MembershipClient::RemovePeer(Agent* agent, const MembershipEvent& event) {
   if (!is_coordinator() || event.kind != Kind::kLeft) return agent->RemovePeer(event.member.id, event.reason);
   // The answer to who leaves may be on its way: the end of the session would destroy it.
-  agent->timer()->At(agent->clock()->Now() + kFarewell, [weak = weak_from_this(), id = event.member.id] {
+  agent->timer()->At(agent->clock()->Now() + kFarewell, [weak = weak_from_this(), event] {
     auto self = weak.lock();
     if (self == nullptr) return;
-    if (Agent* agent = self->agent()) agent->RemovePeer(id, absl::OkStatus());
+    if (Agent* agent = self->agent()) agent->RemovePeer(event.member.id, event.reason);
   });
 }
 
@@ -346,7 +346,7 @@ absl::Status MembershipClient::AwaitOthersGone(absl::Duration limit) {
       absl::StrCat("still in the job after ", absl::FormatDuration(limit), ": ", absl::StrJoin(there, ", ")));
 }
 
-absl::Status MembershipClient::Leave(absl::Duration limit) {
+absl::Status MembershipClient::Leave(absl::Duration limit, const absl::Status& why) {
   base::ThreadPool::BlockingScope blocking;
   if (agent() == nullptr) return status();
   absl::Status status;
@@ -360,8 +360,11 @@ absl::Status MembershipClient::Leave(absl::Duration limit) {
   }
   CallOptions options;
   options.timeout = limit;
+  Payload farewell;
+  farewell.body = EncodeWhy(why.ok() ? "" : why.message().empty() ? why.ToString() : why.message());
   absl::StatusOr<Received> left =
-      agent_->Call(coordinator_.name, {kLeaveMethod}, Payload(), std::move(options)).Wait(limit + lease_);
+      agent_->Call(coordinator_.name, {kLeaveMethod}, std::move(farewell), std::move(options))
+          .Wait(limit + lease_);
   if (status.ok()) status = left.status();
   Stop();
   return status;

@@ -45,7 +45,7 @@ class MembershipClient : public std::enable_shared_from_this<MembershipClient> {
   void OnError(std::function<void(absl::Status)> observer);
   absl::StatusOr<Values> AllGather(absl::string_view name, std::string value, absl::Duration limit,
                                    std::vector<std::string> participants);
-  absl::Status Leave(absl::Duration limit);
+  absl::Status Leave(absl::Duration limit, const absl::Status& why);
   /// Ends everything without leaving.
   void Stop();
 

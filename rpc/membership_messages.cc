@@ -16,6 +16,7 @@ using cluster::Member;
 using cluster::MemberEvent;
 
 constexpr size_t kMaxText = 64 << 10;
+constexpr size_t kMaxWhy = 4096;
 constexpr size_t kMaxValue = 1 << 20;
 constexpr size_t kMaxBodyOfValues = 1 << 20;
 
@@ -136,7 +137,8 @@ absl::StatusOr<std::vector<MemberEvent>> DecodeEvents(absl::string_view body) {
     event.kind = static_cast<MemberEvent::Kind>(kind);
     event.member = GetMember(in);
     absl::string_view reason = in.GetString(kMaxText);
-    if (event.kind == MemberEvent::Kind::kDead) event.reason = absl::UnavailableError(reason);
+    const bool in_order = event.kind == MemberEvent::Kind::kLeft && reason.empty();
+    if (event.kind != MemberEvent::Kind::kJoined && !in_order) event.reason = absl::UnavailableError(reason);
     events.push_back(std::move(event));
   }
   return Done(in, std::move(events), "events of the membership");
@@ -192,6 +194,18 @@ absl::StatusOr<uint64_t> DecodeSeen(absl::string_view body) {
   ByteReader in(body);
   uint64_t event = in.Get<uint64_t>();
   return Done(in, event, "a poll for events");
+}
+
+std::string EncodeWhy(absl::string_view why) {
+  ByteWriter out;
+  out.PutString(why.substr(0, kMaxWhy));
+  return std::move(out).Take();
+}
+
+absl::StatusOr<std::string> DecodeWhy(absl::string_view body) {
+  ByteReader in(body);
+  std::string why(in.GetString(kMaxWhy));
+  return Done(in, std::move(why), "a farewell");
 }
 
 Payload EncodeValues(const std::vector<std::string>& values) {

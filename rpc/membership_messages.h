@@ -21,7 +21,7 @@ inline const char kHeartbeatMethod[] = "membership.heartbeat";  ///< nothing -> 
 inline const char kEventMethod[] = "membership.event";          ///< the last event seen -> events
 inline const char kReportMethod[] = "membership.report";        ///< DeathReport -> nothing
 inline const char kGatherMethod[] = "membership.gather";        ///< GatherRequest -> values
-inline const char kLeaveMethod[] = "membership.leave";          ///< nothing -> nothing
+inline const char kLeaveMethod[] = "membership.leave";          ///< why -> nothing
 inline const char kPingMethod[] = "membership.ping";            ///< nothing -> nothing, of any member
 
 struct JoinRequest {
@@ -53,6 +53,8 @@ std::string Encode(const std::vector<cluster::MemberEvent>& events);
 std::string Encode(const DeathReport& report);
 std::string Encode(const GatherRequest& request);
 std::string EncodeSeen(uint64_t event);
+/// Why it leaves: empty if in order, else what failed.
+std::string EncodeWhy(absl::string_view why);
 /// Values may be too many for a body: they then travel as a tensor.
 Payload EncodeValues(const std::vector<std::string>& values);
 
@@ -62,6 +64,7 @@ absl::StatusOr<std::vector<cluster::MemberEvent>> DecodeEvents(absl::string_view
 absl::StatusOr<DeathReport> DecodeReport(absl::string_view body);
 absl::StatusOr<GatherRequest> DecodeGatherRequest(absl::string_view body);
 absl::StatusOr<uint64_t> DecodeSeen(absl::string_view body);
+absl::StatusOr<std::string> DecodeWhy(absl::string_view body);
 absl::StatusOr<std::vector<std::string>> DecodeValues(const Received& received);
 
 }  // namespace Atoll::rpc

@@ -97,7 +97,9 @@ void MembershipService::OnGather(ServerCall call) {
 }
 
 void MembershipService::OnLeave(ServerCall call) {
-  Tell([&](Core& core, Core::Token, absl::Time now) { return core.Leave(call.caller, now); });
+  absl::StatusOr<std::string> why = DecodeWhy(call.request.body);
+  if (!why.ok()) return std::move(call.responder).Reply(why.status());
+  Tell([&](Core& core, Core::Token, absl::Time now) { return core.Leave(call.caller, now, *why); });
   std::move(call.responder).Reply(Payload());
 }
 

@@ -33,7 +33,10 @@ class NodeImpl : public Node {
   explicit NodeImpl(cluster::Launch launch) : launch_(std::move(launch)) {}
   ~NodeImpl() override {
     // In a child of fork the parts leave themselves alone.
-    absl::Status status = fork_mark_.in_child() ? absl::OkStatus() : Stop(absl::Seconds(5));
+    absl::Status status;
+    if (!fork_mark_.in_child()) {
+      status = Stop(absl::Seconds(5), absl::AbortedError("it ended without leaving in order"));
+    }
     if (!status.ok()) ATOLL_LOG(kWarning) << "stopping " << launch_.name << ": " << status;
     Destroy();
   }
@@ -45,12 +48,12 @@ class NodeImpl : public Node {
   rpc::Membership& membership() override { return *membership_; }
   ObjectSpace& objects() override { return *objects_; }
 
-  absl::Status Stop(absl::Duration limit) override;
+  absl::Status Stop(absl::Duration limit, const absl::Status& why) override;
 
  private:
   absl::Status Listen(const NodeOptions& options);
   absl::Status Join(const NodeOptions& options);
-  void Watch();
+  void Watch(const NodeOptions& options);
   void Destroy();
   std::string PublicHost() const;
 
@@ -109,7 +112,7 @@ absl::Status NodeImpl::Join(const NodeOptions& options) {
   const absl::Time limit = absl::Now() + launch_.join_limit;
   if (launch_.is_coordinator()) {
     ATOLL_ASSIGN_OR_RETURN(membership_, rpc::Membership::Serve(agent_.get(), membership));
-    Watch();
+    Watch(options);
     if (launch_.agent_store) {
       ATOLL_RETURN_IF_ERROR(
           cluster::PublishCoordinator(launch_, PublicHost(), endpoint_->port(), launch_.join_limit));
@@ -122,17 +125,18 @@ absl::Status NodeImpl::Join(const NodeOptions& options) {
     membership.join_limit = std::max(limit - absl::Now(), absl::Seconds(1));
     ATOLL_ASSIGN_OR_RETURN(membership_,
                            rpc::Membership::Join(agent_.get(), std::move(coordinator), membership));
-    Watch();
+    Watch(options);
   }
   return membership_->WaitForAll(std::max(limit - absl::Now(), absl::Seconds(1)));
 }
 
-void NodeImpl::Watch() {
+void NodeImpl::Watch(const NodeOptions& options) {
   membership_->OnEvent([weak = std::weak_ptr<ObjectSpace>(objects_)](const rpc::MembershipEvent& event) {
     if (event.kind == rpc::MembershipEvent::Kind::kJoined) return;
     auto objects = weak.lock();
     if (objects != nullptr) objects->OnPeerGone(event.member.id, event.reason);
   });
+  if (options.on_joined) options.on_joined(*membership_);
 }
 
 absl::Status NodeImpl::Bring(NodeOptions options) {
@@ -141,14 +145,14 @@ absl::Status NodeImpl::Bring(NodeOptions options) {
   return Join(options);
 }
 
-absl::Status NodeImpl::Stop(absl::Duration limit) {
+absl::Status NodeImpl::Stop(absl::Duration limit, const absl::Status& why) {
   ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Node::Stop"));
   absl::MutexLock lock(&stop_mu_);
   if (stopped_) return stop_status_;
   stopped_ = true;
   const absl::Time end = absl::Now() + limit;
   auto left = [&] { return std::max(end - absl::Now(), absl::Milliseconds(100)); };
-  if (membership_ != nullptr) stop_status_.Update(membership_->Leave(left()));
+  if (membership_ != nullptr) stop_status_.Update(membership_->Leave(left(), why));
   if (agent_ != nullptr) stop_status_.Update(agent_->Shutdown(left()));
   if (endpoint_ != nullptr) endpoint_->Close();
   return stop_status_;

@@ -21,9 +21,12 @@ struct NodeOptions {
   /// Runs before we join: classes and methods that others may use as soon as we are there are registered
   /// here. An error ends the start.
   std::function<absl::Status(ObjectSpace&, rpc::Agent&)> before_join;
+  /// Runs when we have just become a member, before the others are waited for: an observer that is registered
+  /// here misses nobody.
+  std::function<void(rpc::Membership&)> on_joined;
 };
 
-/// Thread-safe. The destructor is Stop with 5 s. It belongs to the process that made it: in a child of fork it and
+/// Thread-safe. The destructor is Stop with 5 s, and tells the others that this process failed. It belongs to the process that made it: in a child of fork it and
 /// its parts fail with FailedPrecondition before a byte is sent, and the destructor does nothing (docs/errors.md).
 class Node {
  public:
@@ -40,8 +43,8 @@ class Node {
   virtual ObjectSpace& objects() = 0;
 
   /// Leaves in order: refuses, drains, leaves, closes, joins. Bounded by `limit`; the error says what was
-  /// left. Idempotent.
-  virtual absl::Status Stop(absl::Duration limit) = 0;
+  /// left. Idempotent. The others are told `why` if it is an error: that this process failed.
+  virtual absl::Status Stop(absl::Duration limit, const absl::Status& why = absl::OkStatus()) = 0;
 };
 
 }  // namespace Atoll::rref

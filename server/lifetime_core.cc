@@ -7,9 +7,11 @@
 
 namespace Atoll::server {
 
-void LifetimeCore::OnJoined(absl::string_view name, bool is_worker) {
+bool LifetimeCore::OnJoined(absl::string_view name, bool is_worker) {
   const bool is_new = here_.emplace(std::string(name), is_worker).second;
   if (is_new && is_worker) ++workers_;
+  if (here_.size() >= static_cast<size_t>(others_)) begun_ = true;
+  return is_new;
 }
 
 void LifetimeCore::Forget(absl::string_view name) {
@@ -21,13 +23,14 @@ void LifetimeCore::Forget(absl::string_view name) {
 
 void LifetimeCore::OnLeft(absl::string_view name) {
   const auto found = here_.find(name);
-  if (found != here_.end() && found->second) ++left_in_order_;
+  if (begun_ && found != here_.end() && found->second) ++left_in_order_;
   Forget(name);
 }
 
 void LifetimeCore::OnDead(absl::string_view name, absl::string_view reason, absl::Time now) {
   const auto found = here_.find(name);
   if (found == here_.end()) return;
+  if (!begun_) return Forget(name);
   deaths_.push_back(absl::StrCat(name, " died: ", reason));
   if (!found->second) {
     owner_died_ = true;
@@ -48,6 +51,7 @@ void LifetimeCore::OnStop(absl::Time now) {
 
 LifetimeCore::Verdict LifetimeCore::At(absl::Time now) const {
   if (expelled_) return Verdict::kFailed;
+  if (!begun_ && now < give_up_) return Verdict::kServe;
   if (workers_ > 0 && now < give_up_) return Verdict::kServe;
   if (owner_died_) return Verdict::kFailed;
   if (stopping_) return Verdict::kStopped;

@@ -22,11 +22,15 @@ class LifetimeCore {
     kStopped,  ///< Told to stop, and all workers have gone or the time for that is over.
   };
 
-  /// `patience`: how long workers may go on after a stop was asked for, or after an owner died.
-  explicit LifetimeCore(absl::Duration patience) : patience_(patience) {}
+  /// `patience`: how long workers may go on after a stop was asked for, or after an owner died. `others`: how
+  /// many members a whole job has besides us. Until all were there at one time the job has not begun: it
+  /// serves, and who came and went before is forgotten.
+  LifetimeCore(absl::Duration patience, int others) : patience_(patience), others_(others) {}
 
-  void OnJoined(absl::string_view name, bool is_worker);
+  /// Whether it was not known before.
+  bool OnJoined(absl::string_view name, bool is_worker);
   void OnLeft(absl::string_view name);
+  /// Died, or left because it failed.
   void OnDead(absl::string_view name, absl::string_view reason, absl::Time now);
   /// The job has declared us dead, or lost its coordinator: nobody will come or go any more.
   void OnExpelled(absl::string_view reason);
@@ -43,7 +47,9 @@ class LifetimeCore {
   void Forget(absl::string_view name);
 
   const absl::Duration patience_;
+  const int others_;
   std::map<std::string, bool, std::less<>> here_;  // Name, and whether it is a worker.
+  bool begun_ = false;
   int workers_ = 0;
   int left_in_order_ = 0;
   bool stopping_ = false;

@@ -5,17 +5,22 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/status.h"
 #include "atoll/server/shards.h"
 #include "atoll/shard_optim/shard_object.h"
 
 namespace Atoll::server {
+namespace {
 
-struct Owner::Watch {
-  Watch(std::string own_name, const OwnerOptions& options)
-      : self(std::move(own_name)), core(options.patience), say(options.say) {}
+constexpr size_t kMostLines = 4096;  // That wait to be said; beyond it news is not told.
+
+}  // namespace
+
+struct Owner::Watch : std::enable_shared_from_this<Owner::Watch> {
+  Watch(const cluster::Launch& launch, const OwnerOptions& options)
+      : self(launch.name), core(options.patience, launch.world_size - 1) {}
 
   /// What Run waits for: something new, or its own time.
   bool Changed() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) { return changed; }
@@ -26,7 +31,34 @@ struct Owner::Watch {
   bool over ABSL_GUARDED_BY(mu) = false;  // We are leaving: what comes now is no news.
   LifetimeCore core ABSL_GUARDED_BY(mu);
   bool changed ABSL_GUARDED_BY(mu) = false;
-  const std::function<void(absl::string_view)> say ABSL_GUARDED_BY(mu);
+  std::vector<std::string> lines ABSL_GUARDED_BY(mu);  // For Run to say.
+
+  void Say(std::string line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (lines.size() < kMostLines) lines.push_back(std::move(line));
+  }
+
+  void OnJoined(const rpc::MemberInfo& member) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (member.id.name == self) return;
+    if (core.OnJoined(member.id.name, member.role == cluster::RoleName(cluster::Role::kWorker))) {
+      Say(absl::StrCat(member.id.name, " joined"));
+    }
+  }
+
+  void OnGone(const std::string& name, const absl::Status& reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    const std::string why =
+        absl::StrReplaceAll(reason.message(), {{"\n", " "}, {"\r", " "}});  // It is theirs.
+    core.OnDead(name, why, clock.Now());
+    Say(absl::StrCat(name, " died: ", why, "; ", core.workers_here(), " workers go on"));
+  }
+
+  /// From the first moment of our membership on.
+  void Observe(rpc::Membership& membership) {
+    // Under the lock, so that no event is handled before those who are here are known.
+    absl::MutexLock lock(&mu);
+    membership.OnEvent(
+        [watch = shared_from_this()](const rpc::MembershipEvent& event) { watch->OnEvent(event); });
+    for (const rpc::MemberInfo& member : membership.Members()) OnJoined(member);
+  }
 
   void OnEvent(const rpc::MembershipEvent& event) {
     absl::MutexLock lock(&mu);
@@ -34,21 +66,22 @@ struct Owner::Watch {
     const std::string& name = event.member.id.name;
     switch (event.kind) {
       case rpc::MembershipEvent::Kind::kJoined:
-        core.OnJoined(name, event.member.role == cluster::RoleName(cluster::Role::kWorker));
-        say(absl::StrCat(name, " joined"));
+        OnJoined(event.member);
         break;
       case rpc::MembershipEvent::Kind::kLeft:
-        core.OnLeft(name);
-        say(absl::StrCat(name, " left"));
+        if (event.reason.ok()) {
+          core.OnLeft(name);
+          Say(absl::StrCat(name, " left"));
+          break;
+        }
+        OnGone(name, event.reason);
         break;
       case rpc::MembershipEvent::Kind::kDead:
         if (name == self) {
           core.OnExpelled(event.reason.message());
           break;
         }
-        core.OnDead(name, event.reason.message(), clock.Now());
-        say(absl::StrCat(name, " died: ", event.reason.message(), "; ", core.workers_here(),
-                         " workers go on"));
+        OnGone(name, event.reason);
         break;
     }
     changed = true;
@@ -59,27 +92,17 @@ absl::StatusOr<std::unique_ptr<Owner>> Owner::Start(const cluster::Launch& launc
   if (launch.role != cluster::Role::kOwner) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", launch.rank, " is a worker's, not an owner's"));
   }
-  options.node.before_join = [](rref::ObjectSpace& objects, rpc::Agent& agent) {
-    return shard_optim::RegisterShardClass(objects, agent);
+  options.node.before_join = [also = std::move(options.node.before_join)](rref::ObjectSpace& objects,
+                                                                          rpc::Agent& agent) {
+    ATOLL_RETURN_IF_ERROR(shard_optim::RegisterShardClass(objects, agent));
+    return also ? also(objects, agent) : absl::OkStatus();
   };
-  auto watch = std::make_shared<Watch>(launch.name, options);
+  auto watch = std::make_shared<Watch>(launch, options);
+  options.node.on_joined = [watch, also = std::move(options.node.on_joined)](rpc::Membership& membership) {
+    watch->Observe(membership);
+    if (also) also(membership);
+  };
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<rref::Node> node, rref::Node::Start(launch, options.node));
-  {
-    // Under the lock, so that no event is handled before those who are here are known.
-    absl::MutexLock lock(&watch->mu);
-    node->membership().OnEvent([watch](const rpc::MembershipEvent& event) { watch->OnEvent(event); });
-    const std::string worker_role(cluster::RoleName(cluster::Role::kWorker));
-    for (const rpc::MemberInfo& member : node->membership().Members()) {
-      if (member.rank != base::Rank(launch.rank))
-        watch->core.OnJoined(member.id.name, member.role == worker_role);
-    }
-    // All were here when Start returned: who is gone already has left between then and now.
-    for (int i = watch->core.workers_here(); i < launch.world_size - launch.owners; ++i) {
-      const std::string gone = absl::StrCat("gone", i);
-      watch->core.OnJoined(gone, true);
-      watch->core.OnLeft(gone);
-    }
-  }
   return std::unique_ptr<Owner>(new Owner(std::move(options), std::move(node), std::move(watch)));
 }
 
@@ -94,23 +117,36 @@ void Owner::Stop() {
   watch_->changed = true;
 }
 
+LifetimeCore::Verdict Owner::Await(std::vector<std::string>* lines) {
+  absl::MutexLock lock(&watch_->mu);
+  LifetimeCore::Verdict verdict;
+  while ((verdict = watch_->core.At(watch_->clock.Now())) == LifetimeCore::Verdict::kServe &&
+         watch_->lines.empty()) {
+    watch_->changed = false;
+    const absl::Time next = watch_->core.NextCheck();
+    const absl::Duration wait =
+        next == absl::InfiniteFuture() ? absl::InfiniteDuration() : next - watch_->clock.Now();
+    watch_->mu.AwaitWithTimeout(absl::Condition(watch_.get(), &Watch::Changed),
+                                std::max(wait, absl::ZeroDuration()));
+  }
+  *lines = std::exchange(watch_->lines, {});
+  if (verdict != LifetimeCore::Verdict::kServe) watch_->over = true;
+  return verdict;
+}
+
 absl::Status Owner::Run() {
   LifetimeCore::Verdict verdict;
+  do {
+    std::vector<std::string> lines;
+    verdict = Await(&lines);
+    for (const std::string& line : lines) options_.say(line);
+  } while (verdict == LifetimeCore::Verdict::kServe);
   std::string what_failed;
   {
     absl::MutexLock lock(&watch_->mu);
-    while ((verdict = watch_->core.At(watch_->clock.Now())) == LifetimeCore::Verdict::kServe) {
-      watch_->changed = false;
-      const absl::Time next = watch_->core.NextCheck();
-      const absl::Duration wait =
-          next == absl::InfiniteFuture() ? absl::InfiniteDuration() : next - watch_->clock.Now();
-      watch_->mu.AwaitWithTimeout(absl::Condition(watch_.get(), &Watch::Changed),
-                                  std::max(wait, absl::ZeroDuration()));
-    }
     what_failed = watch_->core.WhatFailed();
-    watch_->over = true;
   }
-  SayFacts();
+  for (const std::string& line : DescribeShards(node_->objects())) options_.say(line);
   const absl::Status left = node_->Stop(options_.patience);
   if (verdict == LifetimeCore::Verdict::kFailed) {
     return absl::AbortedError(absl::StrCat("the job broke: ", what_failed));
@@ -119,13 +155,6 @@ absl::Status Owner::Run() {
     return base::Annotate(left, "the job is done, but leaving it failed");
   }
   return absl::OkStatus();
-}
-
-void Owner::SayFacts() {
-  for (const std::string& line : DescribeShards(node_->objects())) {
-    absl::MutexLock lock(&watch_->mu);
-    watch_->say(line);
-  }
 }
 
 }  // namespace Atoll::server

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -19,7 +20,8 @@ struct OwnerOptions {
   rref::NodeOptions node;
   /// How long workers may go on after Stop, or after another owner died.
   absl::Duration patience = absl::Seconds(5);
-  /// Gets lines for people about who came and went, without their end; from any thread, one at a time.
+  /// Gets lines for people about who came and went, without their end. Called by Run alone, under no lock: it
+  /// may wait, and then only Run waits with it.
   std::function<void(absl::string_view)> say = [](absl::string_view) {};
 };
 
@@ -34,7 +36,7 @@ class Owner {
   Owner& operator=(const Owner&) = delete;
 
   /// Waits until the job is over, then leaves. OK: the workers left in order (some may have died before), or
-  /// Stop was called. Aborted: all workers died, or another owner; the message has each reason.
+  /// Stop was called. Aborted: all workers died or failed, or another owner did; the message has each reason.
   absl::Status Run();
   /// Asks Run to end once the workers have left, or after `patience`. From any thread; does not wait.
   void Stop();
@@ -46,7 +48,8 @@ class Owner {
   struct Watch;
 
   Owner(OwnerOptions options, std::unique_ptr<rref::Node> node, std::shared_ptr<Watch> watch);
-  void SayFacts();
+  /// Waits for lines to say, or for the end.
+  LifetimeCore::Verdict Await(std::vector<std::string>* lines);
 
   const OwnerOptions options_;
   const std::shared_ptr<Watch> watch_;

@@ -8,7 +8,7 @@
 
 namespace Atoll::server {
 
-/// One line a shard: "shard:model: 103461 parameters, 827688 bytes of optimizer state, 1876 steps". Waits for
+/// One line a shard: "shard/model: 103461 parameters, 827688 bytes of optimizer state, 1876 steps". Waits for
 /// the shards' own queues, at most 5 s each.
 std::vector<std::string> DescribeShards(rref::ObjectSpace& objects);
 

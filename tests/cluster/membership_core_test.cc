@@ -217,8 +217,23 @@ TEST(MembershipCore, LeavingIsAnEventAndNotADeath) {
   script.Leave(kA.id);
   ASSERT_EQ(script.Events(watch).size(), 1u);
   EXPECT_EQ(script.Events(watch)[0].kind, Kind::kLeft);
+  EXPECT_TRUE(script.Events(watch)[0].reason.ok());
   ExpectStatus(script.Status(own), absl::StatusCode::kFailedPrecondition, "has left");
   EXPECT_TRUE(script.Status(script.Join(kA2)).ok());
+  script.Finish();
+}
+
+TEST(MembershipCore, WhoLeavesBecauseItFailedSaysWhy) {
+  Script script(3);
+  script.Join(kA);
+  uint64_t own = script.Poll(kA.id);
+  uint64_t watch = script.Poll(kCoordinator.id);
+  watch = script.Poll(kCoordinator.id);
+  script.Leave(kA.id, "no data");
+  ASSERT_EQ(script.Events(watch).size(), 1u);
+  EXPECT_EQ(script.Events(watch)[0].kind, Kind::kLeft);
+  ExpectStatus(script.Events(watch)[0].reason, absl::StatusCode::kUnavailable, "failed: no data");
+  ExpectStatus(script.Status(own), absl::StatusCode::kFailedPrecondition, "failed: no data");
   script.Finish();
 }
 

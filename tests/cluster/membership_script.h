@@ -57,7 +57,9 @@ class Script {
     Check();
     return status;
   }
-  void Leave(const base::MemberId& id) { Run(core_.Leave(id, clock_.Now())); }
+  void Leave(const base::MemberId& id, const std::string& why = "") {
+    Run(core_.Leave(id, clock_.Now(), why));
+  }
   void Report(const base::MemberId& from, const base::MemberId& suspect, MembershipCore::Evidence evidence) {
     Run(core_.ReportDead(from, suspect, evidence, "refused", clock_.Now()));
   }
@@ -157,7 +159,8 @@ class Script {
       } else {
         EXPECT_EQ(view.members.erase(event.member.rank.value()), 1u);
       }
-      EXPECT_EQ(event.reason.ok(), event.kind != MemberEvent::Kind::kDead);
+      EXPECT_TRUE(event.kind == MemberEvent::Kind::kLeft ||
+                  event.reason.ok() == (event.kind == MemberEvent::Kind::kJoined));
     }
   }
   void Do(const MembershipCore::GatherAnswer& answer) {

@@ -43,15 +43,17 @@ TEST(MembershipMessages, RoundTrips) {
   EXPECT_EQ(reply->members[1].id, Someone().id);
   EXPECT_EQ(reply->members[1].addresses, Someone().addresses);
 
-  std::vector<cluster::MemberEvent> sent(2);
+  std::vector<cluster::MemberEvent> sent(3);
   sent[0] = {cluster::MemberEvent::Kind::kDead, Someone(), absl::UnavailableError("seen"), 7};
   sent[1] = {cluster::MemberEvent::Kind::kLeft, Someone(), absl::OkStatus(), 8};
+  sent[2] = {cluster::MemberEvent::Kind::kLeft, Someone(), absl::UnavailableError("failed"), 9};
   auto events = DecodeEvents(Encode(sent));
   ASSERT_TRUE(events.ok());
   EXPECT_EQ((*events)[0].reason, absl::UnavailableError("seen"));
   EXPECT_EQ((*events)[0].number, 7u);
   EXPECT_TRUE((*events)[1].reason.ok());
   EXPECT_EQ((*events)[1].kind, cluster::MemberEvent::Kind::kLeft);
+  EXPECT_EQ((*events)[2].reason, absl::UnavailableError("failed"));
 
   auto report =
       DecodeReport(Encode(DeathReport{Someone().id, cluster::MembershipCore::Evidence::kSeen, "refused"}));
@@ -64,6 +66,9 @@ TEST(MembershipMessages, RoundTrips) {
   EXPECT_EQ(gather->value, "v");
   EXPECT_GT(gather->limit, absl::Hours(24 * 365));
   EXPECT_EQ(*DecodeSeen(EncodeSeen(11)), 11u);
+  EXPECT_EQ(*DecodeWhy(EncodeWhy("")), "");
+  EXPECT_EQ(*DecodeWhy(EncodeWhy("no data")), "no data");
+  EXPECT_EQ(DecodeWhy(EncodeWhy(std::string(10000, 'x')))->size(), 4096u);
 }
 
 TEST(MembershipMessages, ValuesSmallAndLarge) {

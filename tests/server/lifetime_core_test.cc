@@ -13,7 +13,7 @@ const absl::Time kStart = absl::UnixEpoch();
 constexpr absl::Duration kPatience = absl::Seconds(5);
 
 LifetimeCore TwoWorkersTwoOwners() {
-  LifetimeCore core(kPatience);
+  LifetimeCore core(kPatience, 3);
   core.OnJoined("owner1", false);
   core.OnJoined("worker0", true);
   core.OnJoined("worker1", true);
@@ -36,6 +36,32 @@ TEST(LifetimeCoreTest, OwnersThatLeaveDoNotEndIt) {
   core.OnLeft("owner1");
   EXPECT_EQ(core.At(kStart), Verdict::kServe);
   EXPECT_EQ(core.workers_here(), 2);
+}
+
+TEST(LifetimeCoreTest, ServesUntilAllWereThereAndForgetsWhatWasBefore) {
+  LifetimeCore core(kPatience, 3);
+  EXPECT_TRUE(core.OnJoined("owner1", false));
+  EXPECT_TRUE(core.OnJoined("worker0", true));
+  EXPECT_FALSE(core.OnJoined("worker0", true));
+  core.OnLeft("worker0");  // It gave up waiting, and was started again.
+  core.OnDead("owner1", "killed", kStart);
+  EXPECT_EQ(core.At(kStart + absl::Hours(1000)), Verdict::kServe);
+  core.OnJoined("owner1", false);
+  core.OnJoined("worker1", true);
+  EXPECT_EQ(core.At(kStart), Verdict::kServe);
+  core.OnJoined("worker0", true);
+  core.OnDead("worker0", "killed", kStart);
+  EXPECT_EQ(core.At(kStart), Verdict::kServe);
+  EXPECT_EQ(core.NextCheck(), absl::InfiniteFuture());
+  core.OnDead("worker1", "killed", kStart);
+  EXPECT_EQ(core.At(kStart), Verdict::kFailed) << "nobody has left in order since it began";
+}
+
+TEST(LifetimeCoreTest, AStopEndsTheWaitForTheOthers) {
+  LifetimeCore core(kPatience, 3);
+  core.OnStop(kStart);
+  EXPECT_EQ(core.At(kStart), Verdict::kServe);
+  EXPECT_EQ(core.At(kStart + kPatience), Verdict::kStopped);
 }
 
 TEST(LifetimeCoreTest, DoneWithTheSurvivors) {
