@@ -45,6 +45,9 @@ void SetUpProcess();
 /// flags that were given, as "--name=value". (absl::ParseCommandLine ends with 1 for all of these.)
 std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& text);
 
+/// Whether every program of ours has this flag: one that is defined in program_flags.cc.
+bool IsCommonFlag(absl::string_view name);
+
 /// The launch that the flags and, where they are silent, the environment describe; `role` (null: any) is what
 /// the program can be. Errors name the variable and the flag. Sets the log's level and name.
 struct FlaggedLaunch {

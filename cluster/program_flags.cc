@@ -101,8 +101,8 @@ void PrintHelp(const ProgramText& text) {
   }
   std::string out = text.help;
   for (const auto& [file, flags] : by_file) {
-    absl::StrAppend(&out, absl::StrContains(file, "cluster/") ? "\nFlags of every Atoll program:\n"
-                                                              : "\nFlags of a worker:\n");
+    absl::StrAppend(&out, IsCommonFlag(flags.begin()->first) ? "\nFlags of every Atoll program:\n"
+                                                             : "\nFlags of a worker:\n");
     for (const auto& [name, flag] : flags) {
       const std::string value = flag->DefaultValue();
       absl::StrAppend(&out, "  --", name);
@@ -234,6 +234,12 @@ absl::Status WithOverlay(const Environment& environment, std::optional<Role> rol
 }
 
 }  // namespace
+
+// By the file as the compiler was told it, whatever folder the tree is in.
+bool IsCommonFlag(absl::string_view name) {
+  const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+  return flag != nullptr && flag->Filename() == absl::GetFlagReflectionHandle(FLAGS_owners).Filename();
+}
 
 std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& text) {
   std::vector<std::string> given;

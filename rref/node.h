@@ -26,8 +26,9 @@ struct NodeOptions {
   std::function<void(rpc::Membership&)> on_joined;
 };
 
-/// Thread-safe. The destructor is Stop with 5 s, and tells the others that this process failed. It belongs to the process that made it: in a child of fork it and
-/// its parts fail with FailedPrecondition before a byte is sent, and the destructor does nothing (docs/errors.md).
+/// Thread-safe. The destructor is Stop with 5 s, and tells the others that this process failed. It belongs to the
+/// process that made it: in a child of fork it and its parts fail with FailedPrecondition before a byte is sent,
+/// and the destructor does nothing (docs/errors.md).
 class Node {
  public:
   /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there

@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/flags/reflection.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "atoll/base/status.h"
@@ -29,8 +27,8 @@ Two owners and two workers:
   mpirun -n 4 ./atoll-run --owners=2 --model=convnet --data=fashion-mnist
 On several hosts give --key_file: a file with the same 16 to 4096 bytes everywhere, chmod 600.
 
-Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (or Slurm's and Open MPI's), torchrun's
-agent store, and what atoll-server --help lists.
+Environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (or those of Slurm, Open MPI, Kubeflow),
+torchrun's agent store, and what atoll-server --help lists.
 )";
 
 /// The folder of this program's file.
@@ -44,8 +42,7 @@ absl::StatusOr<std::string> OwnFolder() {
 
 bool IsWorkersFlag(absl::string_view argument) {
   const std::vector<std::string> parts = absl::StrSplit(argument.substr(2), absl::MaxSplits('=', 1));
-  const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(parts[0]);
-  return flag != nullptr && !absl::StrContains(flag->Filename(), "cluster/");
+  return !IsCommonFlag(parts[0]);
 }
 
 }  // namespace
