@@ -137,6 +137,7 @@ class PlainReport : public WorkerReport {
   void Start(const WorkerFacts& facts) override {
     name_ = facts.name;
     workers_ = facts.workers;
+    in_rounds_ = facts.policy == "sync";  // In async every step has one contributor.
     write_(absl::StrFormat("%s: %s, %d parameters, on %s, %d images; %d workers, %d owners, %s\n", facts.name,
                            facts.model, facts.parameters, facts.data, facts.train_images, facts.workers,
                            facts.owners, facts.policy));
@@ -145,7 +146,7 @@ class PlainReport : public WorkerReport {
     const std::string line =
         absl::StrFormat("%s: epoch %d/%d step %d/%d loss %.4f %.0f images/s %s/s%s", name_, p.epoch, p.epochs,
                         p.step, p.steps, p.loss, p.images_per_second, HumanBytes(p.bytes_per_second),
-                        p.contributors < workers_ && p.contributors > 1
+                        in_rounds_ && p.contributors < workers_
                             ? absl::StrFormat(" (%d of %d workers)", p.contributors, workers_)
                             : "");
     if (!terminal_) {
@@ -161,6 +162,7 @@ class PlainReport : public WorkerReport {
 
  private:
   const bool terminal_;
+  bool in_rounds_ = false;
   const std::function<void(absl::string_view)> write_;
   std::string name_;
   int workers_ = 0;

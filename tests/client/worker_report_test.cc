@@ -68,6 +68,22 @@ TEST(WorkerReportTest, PlainIsALineEach) {
                         "parameter checksum 000000ab\n"));
 }
 
+TEST(WorkerReportTest, SaysHowManyTakePartWhereTheyShould) {
+  const auto said = [](const std::string& policy, int contributors) {
+    return Say("plain", false, [&](WorkerReport& report) {
+      WorkerFacts facts = Facts();
+      facts.policy = policy;
+      report.Start(facts);
+      WorkerProgress progress = Halfway();
+      progress.contributors = contributors;
+      report.Progress(progress);
+    });
+  };
+  EXPECT_THAT(said("sync", 1), HasSubstr("(1 of 3 workers)"));
+  EXPECT_THAT(said("sync", 3), Not(HasSubstr(" of 3 workers)")));
+  EXPECT_THAT(said("async", 1), Not(HasSubstr(" of 3 workers)")));
+}
+
 TEST(WorkerReportTest, ATerminalGetsOneLineThatUpdates) {
   const std::string said = Say("auto", true, [](WorkerReport& report) {
     WorkerProgress progress = Halfway();
