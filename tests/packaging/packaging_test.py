@@ -9,6 +9,7 @@ import glob
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import unittest
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 sys.path.insert(0, os.path.join(ROOT, 'tools'))
+import readme_test  # pylint: disable=wrong-import-position
 from loopback import free_port  # pylint: disable=wrong-import-position
 arguments = None
 
@@ -86,14 +88,43 @@ class PackagingTest(unittest.TestCase):
     def test_a_project_of_its_own(self):
         build = os.path.join(self.folder.name, 'build')
         run(arguments.cmake, '-S', os.path.join(HERE, 'project'), '-B', build, '-G', 'Ninja',
-            f'-DCMAKE_PREFIX_PATH={self.prefix}',
-            f'-DFIRST_JOB={os.path.join(HERE, "../../examples/first_job/first_job.cc")}')
+            f'-DCMAKE_PREFIX_PATH={self.prefix}')
         # Nothing of the tree it came from may be left in the package.
         for path in glob.glob(os.path.join(self.prefix, 'lib*', 'cmake', 'Atoll', '*.cmake')):
             self.assertNotIn(os.path.join(arguments.build, ''), pathlib.Path(path).read_text(), path)
         run(arguments.cmake, '--build', build)
         self.assertIn('out of tree: ok', run(os.path.join(build, 'out_of_tree'), str(free_port()),
                                                  env=clean_environment()))
+
+    def test_the_readmes_own_job(self):
+        """The README's lines to install, and to build a job of one's own; then that job, with an installed owner."""
+        heading = 'A first job of your own'
+        folder = os.path.join(self.folder.name, 'readme')
+        os.makedirs(os.path.join(folder, 'my_job'))
+        pathlib.Path(folder, 'my_job', 'CMakeLists.txt').write_text('\n'.join(readme_test.block(heading, 'cmake')))
+        shutil.copy(os.path.join(ROOT, 'examples/first_job/first_job.cc'), os.path.join(folder, 'my_job', 'my_job.cc'))
+        prefix = os.path.join(folder, 'prefix')
+        script = '\n'.join(readme_test.block(heading, 'sh'))
+        for there, here in (('build/release', arguments.build), ('/opt/atoll', prefix)):
+            self.assertIn(there, script)
+            script = script.replace(there, here)
+        run('bash', '-ec', script, cwd=folder)
+        port = free_port()
+        environment = {**readme_test.clean_environment(), 'WORLD_SIZE': '3', 'ATOLL_OWNERS': '1', 'ATOLL_JOB': f'own-{port}',
+                       'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'XDG_RUNTIME_DIR': folder}
+        environment.pop('LD_LIBRARY_PATH', None)
+        job = os.path.join(folder, 'my_job', 'build', 'my_job')
+        processes = [subprocess.Popen([program], env={**environment, 'RANK': str(rank)}, text=True, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT)
+                     for rank, program in enumerate((os.path.join(prefix, 'bin', 'atoll-server'), job, job))]
+        try:
+            outputs = [process.communicate(timeout=300)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for process, output in zip(processes, outputs):
+            self.assertEqual(process.returncode, 0, output)
+        self.assertIn('loss', outputs[1])
 
     def test_every_installed_header_is_there_by_its_folder(self):
         root = os.path.join(self.prefix, 'include', 'atoll')

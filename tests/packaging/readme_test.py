@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""The README is true: its job by hand runs as it stands there, and its C++ is that of the example.
+"""The README is true: its jobs run as they stand there, and its C++ is that of the example.
 
-Only the data (made up, so that it takes seconds) and the coordinator's port (a free one) are put in.
+Only the data (made up, so that it takes seconds) and the coordinator's port (a free one) are put in. How to install
+Atoll and to build against it is packaging_test.py's.
 """
 import argparse
 import os
@@ -21,9 +22,15 @@ arguments = None
 
 
 def block(heading, language):
-    """The first fenced block of `language` under a heading."""
+    """The first fenced block of `language` under a heading, by lines."""
     section = README.split(f'\n## {heading}\n')[1].split('\n## ')[0]
     return re.search(rf'```{language}\n(.*?)```', section, re.S)[1].strip('\n').split('\n')
+
+
+def clean_environment():
+    """Ours without any launcher's variables."""
+    return {k: v for k, v in os.environ.items()
+            if not re.match(r'(ATOLL_|SLURM_|OMPI_|PET_|TORCHELASTIC_)|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_)', k)}
 
 
 class ReadmeTest(unittest.TestCase):
@@ -32,14 +39,12 @@ class ReadmeTest(unittest.TestCase):
         self.assertEqual(lines[:2], ['./dev build', 'cd build/release/bin'])
         self.assertEqual(len(lines), 5)
         port = free_port()
-        clean = {k: v for k, v in os.environ.items()
-                 if not re.match(r'(ATOLL_|SLURM_|OMPI_|TORCHELASTIC_)|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_)', k)}
         processes = []
         try:
             for line in lines[2:]:
                 words = line.removesuffix(' &').replace('=fashion-mnist', '=synthetic:640').split()
                 words.append(f'--coordinator=127.0.0.1:{port}')
-                processes.append(subprocess.Popen(words, cwd=arguments.bin, env=clean, text=True, errors='replace',
+                processes.append(subprocess.Popen(words, cwd=arguments.bin, env=clean_environment(), text=True, errors='replace',
                                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             outputs = [p.communicate(timeout=HANG_LIMIT_S)[0] for p in processes]
         finally:
@@ -50,6 +55,20 @@ class ReadmeTest(unittest.TestCase):
         for process, output in zip(processes, outputs):
             self.assertEqual(process.returncode, 0, f'{process.args}\n{output}')
 
+    def test_under_torchrun(self):
+        if subprocess.run([sys.executable, '-c', 'import torch.distributed.run'], capture_output=True).returncode:
+            self.skipTest(f'ATOLL_TEST_SKIPPED: {sys.executable} cannot import torch.distributed.run')
+        where, line = block('Under torchrun', 'sh')
+        self.assertEqual(where, 'cd build/release/bin')
+        torchrun, *words = line.replace('=fashion-mnist', '=synthetic:640').split()
+        self.assertEqual(torchrun, '../../../.venv/bin/torchrun')
+        # A port of its own, which without these is a fixed one.
+        words = ['--rdzv-backend=c10d', '--rdzv-endpoint=localhost:0', f'--rdzv-id=readme-{os.getpid()}', *words]
+        done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', *words], cwd=arguments.bin,
+                              env=clean_environment(), capture_output=True, text=True, timeout=HANG_LIMIT_S)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn('worker1: ', done.stdout)
+
     def test_the_code_is_that_of_the_example(self):
         example = pathlib.Path(ROOT, 'examples/first_job/first_job.cc').read_text()
         known = {line.strip() for line in example.split('\n')}
@@ -57,12 +76,6 @@ class ReadmeTest(unittest.TestCase):
             self.assertIn(line.strip(), known)
         self.assertLess(example.count('\n'), 100)
         self.assertIn(f'one of {example.count(chr(10))} lines', README)
-
-    def test_the_project_is_that_of_the_packaging_test(self):
-        project = pathlib.Path(ROOT, 'tests/packaging/project/CMakeLists.txt').read_text()
-        for line in block('A first job of your own', 'cmake'):
-            self.assertIn(line.replace('MyJob', 'OutOfTree').replace('my_job.cc', '${FIRST_JOB}').replace('my_job', 'first_job'),
-                          project)
 
 
 if __name__ == '__main__':
