@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "atoll/base/log.h"
@@ -9,8 +10,12 @@
 namespace Atoll::base {
 namespace {
 
-// Which pool the calling thread works for, so that a wait deep inside user code can declare itself.
-thread_local ThreadPool* t_pool = nullptr;
+// Which pool the calling thread works for, so that a wait deep inside user code can declare itself; and in
+// how many such waits, one inside another, it is.
+thread_local struct {
+  ThreadPool* pool = nullptr;
+  int waits = 0;
+} t_worker;
 
 // How many tasks a serial queue runs before it lets others on its executor have a turn.
 constexpr int kSerialTurn = 16;
@@ -59,7 +64,7 @@ void ThreadPool::Schedule(Task task) {
 bool ThreadPool::Drain(absl::Duration limit) {
   auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return queue_.empty() && idle_ == LiveLocked(); };
   absl::MutexLock lock(&mu_);
-  return mu_.AwaitWithTimeout(absl::Condition(&drained), limit);
+  return AwaitFor(mu_, absl::Condition(&drained), limit);
 }
 
 void ThreadPool::StartThreadLocked() {
@@ -77,7 +82,7 @@ void ThreadPool::WakeLocked() {
 }
 
 void ThreadPool::Run() {
-  t_pool = this;
+  t_worker.pool = this;
   SetThreadName(options_.name);
   mu_.Lock();
   while (true) {
@@ -95,15 +100,18 @@ void ThreadPool::Run() {
     --running_;
     ++idle_;
   }
+  --idle_;
   work_.SignalAll();  // Others may have gone back to wait while the queue still held something.
   mu_.Unlock();
 }
 
-ThreadPool::BlockingScope::BlockingScope() : pool_(t_pool) {
+ThreadPool::BlockingScope::BlockingScope() : pool_(t_worker.pool) {
   if (pool_ == nullptr) return;
   absl::MutexLock lock(&pool_->mu_);
-  --pool_->running_;
-  pool_->WakeLocked();
+  if (t_worker.waits++ == 0) {
+    --pool_->running_;
+    pool_->WakeLocked();
+  }
   // Every thread waits, and no other can start: nobody is left to run what they wait for.
   ok_ = pool_->running_ > 0 || pool_->idle_ > 0 || pool_->LiveLocked() < pool_->options_.max_threads;
 }
@@ -111,7 +119,7 @@ ThreadPool::BlockingScope::BlockingScope() : pool_(t_pool) {
 ThreadPool::BlockingScope::~BlockingScope() {
   if (pool_ == nullptr) return;
   absl::MutexLock lock(&pool_->mu_);
-  ++pool_->running_;
+  if (--t_worker.waits == 0) ++pool_->running_;
 }
 
 std::shared_ptr<SerialExecutor> SerialExecutor::Create(Executor* target) {
@@ -195,7 +203,7 @@ void Timer::Run() {
     auto first = due_.begin();
     absl::Duration left = first->first.first - clock_->Now();
     if (left > absl::ZeroDuration()) {
-      changed_.WaitWithTimeout(&mu_, left);
+      changed_.WaitWithTimeout(&mu_, std::min(left, kLongestWait));  // The date may change meanwhile.
       continue;
     }
     Task task = std::move(first->second);

@@ -202,6 +202,7 @@ void MembershipCore::AnswerPoll(State& state, absl::Status status, Actions& acti
   answer.status = std::move(status);
   if (answer.status.ok()) {
     for (const MemberEvent& event : events_) {
+      if (answer.events.size() == options_.max_events_an_answer) break;
       if (event.number > state.seen) answer.events.push_back(event);
     }
   }

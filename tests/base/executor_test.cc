@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <set>
 #include <thread>
 #include <vector>
@@ -24,6 +25,58 @@ TEST(ThreadPool, RunsEverythingBeforeItEnds) {
     for (int i = 0; i < 1000; ++i) pool.Schedule([&] { ++ran; });
   }
   EXPECT_EQ(ran, 1000);
+}
+
+TEST(ThreadPool, AWaitInsideAWaitCountsOnce) {
+  ThreadPool pool({.threads = 1, .max_threads = 4});
+  std::atomic<int> at_once = 0, most = 0;
+  Promise<int> both;
+  auto busy = [&] {
+    most = std::max(most.load(), ++at_once);
+    for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+    --at_once;
+  };
+  pool.Schedule([&] {
+    ThreadPool::BlockingScope outer, inner;
+    Promise<int> last;
+    pool.Schedule(busy);
+    pool.Schedule(busy);
+    pool.Schedule([last] { last.Set(0); });
+    both.Set(last.future().Wait(kHang));
+  });
+  absl::StatusOr<int> done = both.future().Wait(kHang);
+  ASSERT_TRUE(done.ok()) << done.status();
+  ASSERT_TRUE(pool.Drain(kHang));
+  EXPECT_EQ(most, 1) << "more tasks at once than the pool has threads";
+}
+
+/// Says when the thread that made it ends.
+struct AtThreadEnd {
+  ~AtThreadEnd() { ended->Notify(); }
+  absl::Notification* ended;
+};
+
+TEST(ThreadPool, AThreadThatEndedIsNoSpare) {
+  absl::Notification spare_ended, begun;
+  absl::StatusOr<int> inner = absl::UnknownError("not run");
+  auto owned = std::make_unique<ThreadPool>(ThreadPool::Options{.threads = 1});
+  ThreadPool* const pool = owned.get();
+  pool->Schedule([&, pool] {
+    Promise<int> first, second;
+    pool->Schedule([&, first] {
+      static thread_local AtThreadEnd at_end{&spare_ended};
+      first.Set(1);
+    });
+    if (!first.future().Wait(kHang).ok()) return;
+    begun.Notify();
+    spare_ended.WaitForNotification();  // The pool is being destroyed: its only idle thread is gone.
+    pool->Schedule([second] { second.Set(2); });
+    inner = second.future().Wait(kHang);
+  });
+  begun.WaitForNotification();
+  owned.reset();
+  ASSERT_TRUE(inner.ok()) << inner.status();
+  EXPECT_EQ(*inner, 2);
 }
 
 TEST(ThreadPool, NestedWaitsWithOneThreadDoNotDeadlock) {

@@ -266,6 +266,22 @@ TEST(MembershipCore, AMemberThatNeverPollsDoesNotHoardEvents) {
   script.Finish();
 }
 
+TEST(MembershipCore, WhoIsFarBehindCatchesUpAnAnswerAtATime) {
+  MembershipCore::Options options;
+  options.max_events_an_answer = 3;
+  Script script(4, options);
+  for (uint64_t i = 0; i < 4; ++i) {  // 8 events.
+    Member member = MakeMember("b", 100 + i, 2);
+    script.Join(member);
+    script.Leave(member.id);
+  }
+  for (size_t expected : {3u, 3u, 2u}) {
+    EXPECT_EQ(script.Events(script.Poll(kCoordinator.id)).size(), expected);
+  }
+  EXPECT_FALSE(script.Answered(script.Poll(kCoordinator.id)));
+  script.Finish();
+}
+
 TEST(MembershipCore, PollsThatMakeNoSenseAreRefused) {
   Script script(3);
   ExpectStatus(script.Status(script.Poll(kA.id)), absl::StatusCode::kNotFound, "not a member");
