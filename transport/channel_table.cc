@@ -28,10 +28,6 @@ bool DevicePairs::Has(Device local, Device remote) const {
                      [&](const auto& pair) { return pair.first == local && pair.second == remote; });
 }
 
-bool DevicePairs::HasLocal(Device local) const {
-  return std::any_of(pairs_.begin(), pairs_.end(), [&](const auto& pair) { return pair.first == local; });
-}
-
 void ChannelTable::Add(std::string name, std::shared_ptr<tensorpipe::channel::Context> context) {
   if (context == nullptr || !context->isViable()) return;
   entries_.push_back({std::move(name), context});
@@ -66,12 +62,6 @@ size_t ChannelTable::ConnectionsFor(const std::string& name) const {
     if (entry.name == name && context != nullptr) return context->numConnectionsNeeded();
   }
   return 0;
-}
-
-std::string ChannelTable::Names() const {
-  std::string names;
-  for (const Entry& entry : entries_) absl::StrAppend(&names, names.empty() ? "" : ",", entry.name);
-  return names;
 }
 
 absl::StatusOr<DevicePairs> PairsOf(const ChannelTable::Selection& selection) {

@@ -22,7 +22,6 @@ class DevicePairs {
  public:
   void Add(Device local, Device remote) { pairs_.emplace_back(local, remote); }
   bool Has(Device local, Device remote) const;
-  bool HasLocal(Device local) const;
 
  private:
   std::vector<std::pair<Device, Device>> pairs_;
@@ -43,7 +42,6 @@ class ChannelTable {
   Selection Select(const Remote& remote) const;
   /// Number of connections that a pipe opens for channel `name`; 0 if there is none.
   size_t ConnectionsFor(const std::string& name) const;
-  std::string Names() const;
 
  private:
   struct Entry {

@@ -19,7 +19,7 @@ constexpr uint64_t kWakeId = 0;
 constexpr int kEventsAtOnce = 64;
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Loop>> Loop::Create(std::string thread_name) {
+absl::StatusOr<std::unique_ptr<Loop>> Loop::Create(std::string thread_name, const base::Clock* clock) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll.valid()) return base::ErrnoStatus(errno, "epoll_create1");
   Fd wake(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
@@ -29,11 +29,14 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Create(std::string thread_name) {
   event.data.u64 = kWakeId;
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wake.get(), &event) != 0)
     return base::ErrnoStatus(errno, "epoll_ctl");
-  return std::unique_ptr<Loop>(new Loop(std::move(thread_name), std::move(epoll), std::move(wake)));
+  return std::unique_ptr<Loop>(new Loop(std::move(thread_name), clock, std::move(epoll), std::move(wake)));
 }
 
-Loop::Loop(std::string thread_name, Fd epoll, Fd wake)
-    : name_(std::move(thread_name)), epoll_(std::move(epoll)), wake_(std::move(wake)) {
+Loop::Loop(std::string thread_name, const base::Clock* clock, Fd epoll, Fd wake)
+    : name_(std::move(thread_name)),
+      epoll_(std::move(epoll)),
+      wake_(std::move(wake)),
+      clock_(clock != nullptr ? *clock : real_clock_) {
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -105,6 +108,10 @@ void Loop::Unregister(int fd, HandlerId id) {
 }
 
 Loop::TimerId Loop::At(absl::Time when, Task task) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (ended_) return {};
+  }
   const TimerId id(when, next_timer_++);
   timers_.emplace(id, std::move(task));
   return id;
@@ -117,7 +124,7 @@ void Loop::Stop(absl::Duration limit, std::function<bool()> drained) {
     absl::MutexLock lock(&mu_);
     if (stopping_) return;
     stopping_ = true;
-    end_by_ = clock_.Now() + limit;
+    end_by_ = real_clock_.Now() + limit;
     drained_ = std::move(drained);
   }
   const uint64_t one = 1;
@@ -139,12 +146,16 @@ void Loop::Join() {
 }
 
 void Loop::Guarded(absl::AnyInvocable<void()> work) {
+  std::string what;
   try {
-    std::move(work)();
+    return std::move(work)();
   } catch (const std::exception& error) {
-    ATOLL_LOG(kError) << "exception on a transport loop: " << error.what();
-    if (on_exception_) on_exception_(error.what());
+    what = error.what();
+  } catch (...) {
+    what = "something that is no std::exception";
   }
+  ATOLL_LOG(kError) << "exception on a transport loop: " << what;
+  if (InLoop() && on_exception_) on_exception_(what.c_str());
 }
 
 void Loop::Dispatch(uint64_t id, uint32_t events) {
@@ -179,7 +190,7 @@ absl::Duration Loop::RunTimers() {
   return absl::InfiniteDuration();
 }
 
-bool Loop::ShouldEnd() {
+bool Loop::TryEnd() {
   std::function<bool()> drained;
   absl::Time end_by;
   {
@@ -188,11 +199,22 @@ bool Loop::ShouldEnd() {
     drained = drained_;
     end_by = end_by_;
   }
-  const bool end = !drained || drained() || clock_.Now() >= end_by;
+  if (drained && !drained() && real_clock_.Now() < end_by) return false;
+  // Before the end: from then on other threads run tasks, and what is dropped here may have some.
+  DropAll();
   absl::MutexLock lock(&mu_);
-  if (!end || !tasks_.empty()) return false;
+  if (!tasks_.empty() || !timers_.empty()) return false;
   ended_ = true;
   return true;
+}
+
+void Loop::DropAll() {
+  std::map<TimerId, Task> timers;
+  timers.swap(timers_);
+  // Destroyed without the lock: a handler's members may call back into the loop.
+  std::unordered_map<HandlerId, std::shared_ptr<Handler>> handlers;
+  absl::MutexLock lock(&mu_);
+  handlers.swap(handlers_);
 }
 
 void Loop::Run() {
@@ -202,7 +224,7 @@ void Loop::Run() {
   while (true) {
     RunTasks();
     absl::Duration wait = RunTimers();
-    if (ShouldEnd()) break;
+    if (TryEnd()) break;
     {
       absl::MutexLock lock(&mu_);
       if (!tasks_.empty()) wait = absl::ZeroDuration();
@@ -224,13 +246,6 @@ void Loop::Run() {
     }
   }
   loop_thread_.store(std::thread::id(), std::memory_order_release);
-  timers_.clear();
-  // Destroyed without the lock: a handler's members may call back into the loop.
-  std::unordered_map<HandlerId, std::shared_ptr<Handler>> last;
-  {
-    absl::MutexLock lock(&mu_);
-    last.swap(handlers_);
-  }
 }
 
 }  // namespace Atoll::transport

@@ -33,8 +33,10 @@ class Loop {
   using HandlerId = uint64_t;
   using TimerId = std::pair<absl::Time, uint64_t>;
 
-  /// ResourceExhausted or so if the system gives no descriptors.
-  static absl::StatusOr<std::unique_ptr<Loop>> Create(std::string thread_name);
+  /// ResourceExhausted or so if the system gives no descriptors. `clock` is for timers and outlives it; null:
+  /// the real one. One that is moved by hand is looked at when something else happens.
+  static absl::StatusOr<std::unique_ptr<Loop>> Create(std::string thread_name,
+                                                      const base::Clock* clock = nullptr);
   /// Stop() and Join() must have been called.
   ~Loop();
 
@@ -48,13 +50,13 @@ class Loop {
   /// No event is delivered after it returns, if called on the loop. Any thread.
   void Unregister(int fd, HandlerId id);
 
-  /// On the loop only. Dropped unrun when the loop ends.
+  /// On the loop only (and in tasks that Defer runs after its end). Dropped unrun when the loop ends.
   TimerId At(absl::Time when, Task task);
   void Cancel(TimerId id);
   absl::Time Now() const { return clock_.Now(); }
 
-  /// An exception that left a handler or task (TensorPipe threw): told once each, on the loop. Set before
-  /// the first registration.
+  /// An exception that left a handler or task (TensorPipe threw): told once each, on the loop; after its end
+  /// nobody is. Set before the first registration.
   void OnException(std::function<void(const char*)> handler) { on_exception_ = std::move(handler); }
 
   /// Ends the loop once no task is left; `drained`, asked on the loop, may hold the end back for up to
@@ -64,21 +66,22 @@ class Loop {
   void Join();
 
  private:
-  Loop(std::string thread_name, Fd epoll, Fd wake);
+  Loop(std::string thread_name, const base::Clock* clock, Fd epoll, Fd wake);
   void Run();
   void Dispatch(uint64_t id, uint32_t events);
   void RunTasks();
   absl::Duration RunTimers();
-  bool ShouldEnd();
+  bool TryEnd();
+  void DropAll();
   void Guarded(absl::AnyInvocable<void()> work);
-  void RunInline(Task task);
 
   const std::string name_;
   const Fd epoll_;
   const Fd wake_;
-  const base::RealClock clock_;
+  const base::RealClock real_clock_;
+  const base::Clock& clock_;
   std::function<void(const char*)> on_exception_;
-  std::map<TimerId, Task> timers_;  // Loop only.
+  std::map<TimerId, Task> timers_;  // Loop only. Empty once it has ended.
   uint64_t next_timer_ = 1;         // Loop only.
 
   absl::Mutex mu_;

@@ -246,7 +246,8 @@ void Stream::PumpReads() {
     const Step step = AdvanceRead(op, &budget, &failure);
     if (step == Step::kComplete) DeliverFrame();
     mu_.Lock();
-    if (step == Step::kNeedMore && !readable_) break;
+    // Finished in between: FinishOnLoop has left it to us to give the reads back.
+    if (step == Step::kNeedMore && !readable_ && !finished_) break;
     yield = step == Step::kYield;
   }
   receiving_ = false;

@@ -8,6 +8,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/synchronization/notification.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 
@@ -111,20 +112,26 @@ TransportContext::TransportContext(std::shared_ptr<Engine> engine, Options optio
 
 absl::Status TransportContext::Serve(Fd listening, const SocketAddress& address) {
   auto acceptor = std::make_shared<Acceptor>(weak_from_this(), std::move(listening), address);
-  loop_.Defer([self = shared_from_this(), acceptor] {
-    {
-      absl::MutexLock lock(&self->mu_);
-      if (self->closed_) return;
-    }
-    absl::StatusOr<Loop::HandlerId> id = self->loop_.Register(acceptor->fd.get(), EPOLLIN, acceptor);
-    if (!id.ok()) return;
-    acceptor->id = *id;
-    self->acceptors_.push_back(acceptor);
-    self->engine_->make_room = [weak = self->weak_from_this()] {
-      const std::shared_ptr<TransportContext> context = weak.lock();
-      return context != nullptr && context->DropOldestOnLoop("no descriptor is left for a call of ours");
-    };
+  absl::Status status;
+  absl::Notification done;
+  loop_.Defer([this, acceptor, &status, &done] {
+    status = ServeOnLoop(acceptor);
+    done.Notify();
   });
+  done.WaitForNotification();
+  return status;
+}
+
+absl::Status TransportContext::ServeOnLoop(const std::shared_ptr<Acceptor>& acceptor) {
+  if (closed()) return absl::CancelledError("the endpoint is closed");
+  absl::StatusOr<Loop::HandlerId> id = loop_.Register(acceptor->fd.get(), EPOLLIN, acceptor);
+  if (!id.ok()) return base::Annotate(id.status(), acceptor->address.ToString());
+  acceptor->id = *id;
+  acceptors_.push_back(acceptor);
+  engine_->make_room = [weak = weak_from_this()] {
+    const std::shared_ptr<TransportContext> context = weak.lock();
+    return context != nullptr && context->DropOldestOnLoop("no descriptor is left for a call of ours");
+  };
   return absl::OkStatus();
 }
 
@@ -170,6 +177,7 @@ void TransportContext::ShedOnLoop(int listening_fd) {
     if (acceptor->fd.get() != listening_fd || acceptor->id == 0) continue;
     loop_.Unregister(listening_fd, std::exchange(acceptor->id, 0));
     loop_.At(loop_.Now() + kAcceptPause, [this, acceptor] {
+      if (closed()) return;
       if (!reserve_.valid()) reserve_ = Reserve();
       absl::StatusOr<Loop::HandlerId> id = loop_.Register(acceptor->fd.get(), EPOLLIN, acceptor);
       if (id.ok()) acceptor->id = *id;
@@ -415,6 +423,8 @@ std::shared_ptr<tensorpipe::transport::Connection> TransportContext::ConnectRout
   if (route == nullptr) return Refused(absl::CancelledError("the pipe is closed"));
   auto stream = NewStream(nullptr);
   loop_.Defer([self = shared_from_this(), stream, route, listener] {
+    // CloseOnLoop aborts who is being greeted, and may have run.
+    if (self->closed()) return stream->Close(absl::CancelledError("the endpoint is closed"));
     auto greeter = std::make_shared<Greeter>(self->engine_.get(), &self->options_.handshake);
     self->callers_[greeter.get()] = greeter;
     greeter->StartClient(

@@ -61,7 +61,8 @@ class TransportContext final : public tensorpipe::transport::Context,
   };
   TransportContext(std::shared_ptr<Engine> engine, Options options);
 
-  /// Begins to accept on `listening`, bound to `address`. Once TensorPipe's listeners are there.
+  /// Begins to accept on `listening`, bound to `address`. Once TensorPipe's listeners are there. Not on the
+  /// loop. An error if the system cannot watch the socket.
   absl::Status Serve(Fd listening, const SocketAddress& address);
   /// The channels that a peer's brochure is compared with. Before Serve and Offer.
   void SetChannels(std::shared_ptr<const ChannelTable> channels) { channels_ = std::move(channels); }
@@ -103,6 +104,11 @@ class TransportContext final : public tensorpipe::transport::Context,
     std::shared_ptr<Link> link;
   };
 
+  bool closed() const {
+    absl::MutexLock lock(&mu_);
+    return closed_;
+  }
+  absl::Status ServeOnLoop(const std::shared_ptr<Acceptor>& acceptor);
   void AcceptOnLoop(Acceptor* acceptor);
   void ShedOnLoop(int listening_fd);
   void GreetOnLoop(Fd fd, const SocketAddress& address);
@@ -140,7 +146,7 @@ class TransportContext final : public tensorpipe::transport::Context,
   std::map<std::string, std::set<std::string>> told_;     // Refusals that were logged, by host.
   Fd reserve_;  // Given up for a moment when descriptors run out, to shed who waits at the door.
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   uint64_t next_id_ ABSL_GUARDED_BY(mu_) = 1;
   std::map<uint64_t, Offered> offered_ ABSL_GUARDED_BY(mu_);
