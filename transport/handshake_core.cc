@@ -5,6 +5,7 @@
 #include <openssl/hmac.h>
 #include <openssl/rand.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -20,7 +21,7 @@ namespace {
 constexpr absl::string_view kMagic("AtollTP\n", 8);
 constexpr size_t kHelloHeadBytes = 16;  // Magic, version, length of the body.
 constexpr size_t kReplyHeadBytes = 5;   // Kind, length of the body.
-constexpr size_t kMaxNameBytes = 512;
+constexpr size_t kMaxNameBytes = 256;
 constexpr size_t kMaxTextBytes = 1024;
 
 constexpr uint8_t kChallenge = 1;
@@ -58,6 +59,11 @@ Nonce NewNonce() {
   ATOLL_CHECK(RAND_bytes(nonce.data(), static_cast<int>(nonce.size())) == 1)
       << "the system's random source failed";
   return nonce;
+}
+
+bool IsMemberName(absl::string_view name) {
+  return !name.empty() && name.size() <= kMaxNameBytes &&
+         std::all_of(name.begin(), name.end(), [](unsigned char c) { return absl::ascii_isprint(c); });
 }
 
 void Handshake::Feed(absl::string_view bytes) {
@@ -158,6 +164,7 @@ void ClientHandshake::OnChallenge(absl::string_view body) {
   if (absl::Status whole = reader.Finish(); !whole.ok()) {
     return Fail(absl::InvalidArgumentError(absl::StrCat("a malformed challenge: ", whole.message())));
   }
+  if (!IsMemberName(server.name)) return Fail(absl::InvalidArgumentError("a challenge of an odd name"));
   const std::string right =
       Proof("server", config_.self, server, nonce_, server_nonce, config_.fingerprint, fingerprint);
   if (!SameBytes(proof, right)) {
@@ -239,6 +246,7 @@ void ServerHandshake::OnHello(absl::string_view body) {
   if (absl::Status whole = reader.Finish(); !whole.ok()) {
     return Fail(absl::InvalidArgumentError(absl::StrCat("a malformed hello: ", whole.message())));
   }
+  if (!IsMemberName(peer_.name)) return Fail(absl::InvalidArgumentError("a hello of an odd name"));
   if (purpose_.lane != Purpose::kNoLane && purpose_.lane > static_cast<uint8_t>(Lane::kBulk)) {
     return Fail(absl::InvalidArgumentError("a hello for no lane of ours"));
   }

@@ -35,6 +35,9 @@ using Nonce = std::array<uint8_t, kNonceBytes>;
 /// From the operating system's random source.
 Nonce NewNonce();
 
+/// 1 to 256 printable ASCII characters: names stand in logs and errors, one line each.
+bool IsMemberName(absl::string_view name);
+
 /// What both ends must agree on, and who we are.
 struct HandshakeConfig {
   std::string job;

@@ -100,7 +100,6 @@ std::vector<SocketAddress> LookUp(const std::string& host, int flags) {
 
 struct Interface {
   std::string name;
-  bool loopback = false;
   SocketAddress address;
 };
 
@@ -114,7 +113,6 @@ std::vector<Interface> Interfaces() {
     if (family != AF_INET && family != AF_INET6) continue;
     Interface one;
     one.name = entry->ifa_name;
-    one.loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
     one.address.size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
     std::memcpy(&one.address.storage, entry->ifa_addr, one.address.size);
     result.push_back(one);
@@ -135,14 +133,6 @@ std::string DescribeInterfaces() {
   for (const Interface& one : Interfaces())
     texts.push_back(absl::StrCat(one.name, " ", HostText(one.address)));
   return absl::StrJoin(texts, ", ");
-}
-
-bool IsWildcard(const SocketAddress& address) {
-  if (address.family() == AF_INET) {
-    return reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr.s_addr == INADDR_ANY;
-  }
-  const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&address.storage);
-  return IN6_IS_ADDR_UNSPECIFIED(&v6->sin6_addr);
 }
 
 }  // namespace
@@ -223,16 +213,43 @@ absl::StatusOr<SocketAddress> ResolveBind(absl::string_view text) {
                    "': no such interface, address or host. This machine has: ", DescribeInterfaces()));
 }
 
+bool IsLoopback(const SocketAddress& address) {
+  if (address.family() == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(&address.storage);
+    return (ntohl(v4->sin_addr.s_addr) >> 24) == 127;
+  }
+  if (address.family() != AF_INET6) return false;
+  const in6_addr& v6 = reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr;
+  return IN6_IS_ADDR_LOOPBACK(&v6) || (IN6_IS_ADDR_V4MAPPED(&v6) && v6.s6_addr[12] == 127);
+}
+
+bool IsWildcard(const SocketAddress& address) {
+  if (address.family() == AF_INET) {
+    return reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr.s_addr == INADDR_ANY;
+  }
+  const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&address.storage);
+  return IN6_IS_ADDR_UNSPECIFIED(&v6->sin6_addr);
+}
+
+std::vector<SocketAddress> Reachable(const SocketAddress& bound, std::vector<SocketAddress> local,
+                                     size_t max_count) {
+  const auto others = std::stable_partition(local.begin(), local.end(),
+                                            [](const SocketAddress& one) { return !IsLoopback(one); });
+  if (others != local.begin()) local.erase(others, local.end());
+  if (local.size() > max_count) local.resize(max_count);
+  for (SocketAddress& address : local) address.set_port(bound.port());
+  return local;
+}
+
 std::vector<SocketAddress> LocalAddresses(int family) {
-  std::vector<SocketAddress> result, loopback;
+  std::vector<SocketAddress> result;
   for (const Interface& one : Interfaces()) {
     if (one.address.family() != family) continue;
     const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&one.address.storage);
     // A link-local address means something else on each machine.
     if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr)) continue;
-    (one.loopback ? loopback : result).push_back(one.address);
+    result.push_back(one.address);
   }
-  result.insert(result.end(), loopback.begin(), loopback.end());
   return result;
 }
 

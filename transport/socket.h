@@ -60,8 +60,15 @@ absl::StatusOr<std::vector<SocketAddress>> ResolveAddress(absl::string_view text
 /// The address to bind (port 0) for a literal, an interface's name or a host name. InvalidArgument lists
 /// what this machine has.
 absl::StatusOr<SocketAddress> ResolveBind(absl::string_view text);
-/// This machine's addresses of `family`, loopback last. For telling peers where a wildcard bind is.
+/// This machine's addresses of `family` that mean the same elsewhere, and loopback.
 std::vector<SocketAddress> LocalAddresses(int family);
+/// Whether it leads to the host that uses it: 127.0.0.0/8 and ::1, also as IPv4 in IPv6.
+bool IsLoopback(const SocketAddress& address);
+bool IsWildcard(const SocketAddress& address);
+/// Where a wildcard bind is reached, `local` being this machine's addresses: at most `max_count`, none of
+/// loopback unless there are no others, with the port of `bound`.
+std::vector<SocketAddress> Reachable(const SocketAddress& bound, std::vector<SocketAddress> local,
+                                     size_t max_count);
 
 /// The abstract Unix address of a member of a job: readable where the names allow it, hashed where they are
 /// too long or have odd characters.

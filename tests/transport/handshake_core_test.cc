@@ -221,6 +221,25 @@ TEST_F(HandshakeTest, StrangersAreKnownByTheirFirstByte) {
   EXPECT_TRUE(absl::IsInvalidArgument(client.status())) << client.status();
 }
 
+TEST_F(HandshakeTest, ANameThatWouldForgeALogIsRefused) {
+  for (const std::string& name :
+       {std::string("two\nlines"), std::string("\x1b[31m"), std::string("\xc2\x9b", 2),
+        std::string("zero\0", 5), std::string(), std::string(257, 'n')}) {
+    client_.self.name = name;
+    auto client = Client();
+    auto server = Server();
+    Run(client, server);
+    EXPECT_TRUE(absl::IsInvalidArgument(server.status())) << server.status();
+    client_.self.name = "client";
+    server_.self.name = name;
+    auto to_odd = Client();
+    auto odd = Server();
+    Run(to_odd, odd);
+    EXPECT_TRUE(absl::IsInvalidArgument(to_odd.status())) << to_odd.status();
+    server_.self.name = "server";
+  }
+}
+
 TEST_F(HandshakeTest, LengthsAreBounded) {
   const std::string hello = Client().TakeOutput();
   for (uint32_t length : {0u, 4097u, 0xffffffffu, 0x80000000u}) {
