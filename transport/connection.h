@@ -15,7 +15,7 @@ namespace Atoll::transport {
 /// What the frames of one connection are checked against.
 struct Inspection {
   std::shared_ptr<const ChannelTable> channels;
-  DescriptorLimits limits;
+  MessageLimits limits;
   std::shared_ptr<Link> link;    ///< Of a pipe's first connection; else null.
   std::shared_ptr<Route> route;  ///< Of connections that we opened; else null.
 

@@ -36,9 +36,19 @@ Dialer::Dialer(std::shared_ptr<TransportContext> context, base::MemberId expecte
       open_(std::move(open)),
       done_(std::move(done)) {}
 
-void Dialer::Start(std::deque<Target> targets, std::vector<absl::Status> failures) {
-  targets_ = std::move(targets);
-  failures_ = std::move(failures);
+void Dialer::AwaitNames(const std::string& names) {
+  names_timer_ = loop_.At(deadline_, [self = shared_from_this(), names] {
+    self->failures_.push_back(absl::UnavailableError(absl::StrCat("no answer in time about ", names)));
+    self->GiveUp();
+  });
+}
+
+void Dialer::Start(Resolver::Result found) {
+  if (!done_) return;
+  if (names_timer_.has_value()) loop_.Cancel(*names_timer_);
+  names_timer_.reset();
+  targets_ = std::move(found.targets);
+  failures_ = std::move(found.failures);
   Next();
 }
 
@@ -109,6 +119,8 @@ void Dialer::Abort(absl::Status status) {
 
 void Dialer::Finish(absl::StatusOr<std::shared_ptr<Pipe>> result) {
   if (!done_) return;
+  if (names_timer_.has_value()) loop_.Cancel(*names_timer_);
+  names_timer_.reset();
   Done done = std::exchange(done_, nullptr);
   if (on_done_) std::exchange(on_done_, nullptr)();
   std::move(done)(std::move(result));

@@ -5,6 +5,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "absl/time/time.h"
 #include "atoll/transport/greeter.h"
 #include "atoll/transport/link.h"
+#include "atoll/transport/resolver.h"
 #include "atoll/transport/transport_context.h"
 
 namespace Atoll::transport {
@@ -20,18 +22,16 @@ namespace Atoll::transport {
 /// All on the loop. Held by what it waits for, and by the endpoint until it is done.
 class Dialer : public std::enable_shared_from_this<Dialer> {
  public:
-  struct Target {
-    std::string text;
-    SocketAddress address;
-  };
+  using Target = Resolver::Target;
   using Open =
       std::function<absl::StatusOr<std::shared_ptr<Pipe>>(const std::string& url, std::shared_ptr<Link>)>;
   using Done = absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)>;
 
   Dialer(std::shared_ptr<TransportContext> context, base::MemberId expected, Lane lane, absl::Time deadline,
          Open open, Done done);
-  /// `failures` are the addresses that could not even be tried, and why.
-  void Start(std::deque<Target> targets, std::vector<absl::Status> failures);
+  /// Host names (`names`, for the text) are being asked for: Start comes, or the deadline.
+  void AwaitNames(const std::string& names);
+  void Start(Resolver::Result found);
   void Abort(absl::Status status);
   /// Told when it is done, whatever the outcome, before `done`.
   void OnDone(absl::AnyInvocable<void()> on_done) { on_done_ = std::move(on_done); }
@@ -53,6 +53,7 @@ class Dialer : public std::enable_shared_from_this<Dialer> {
   absl::AnyInvocable<void()> on_done_;
   std::deque<Target> targets_;
   std::vector<absl::Status> failures_;
+  std::optional<Loop::TimerId> names_timer_;
   std::shared_ptr<Greeter> greeter_;
   std::shared_ptr<Pipe> pipe_;  // Being established.
 };

@@ -8,13 +8,14 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
-#include "atoll/base/executor.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/transport/dialer.h"
 #include "atoll/transport/pipe_impl.h"
+#include "atoll/transport/resolver.h"
 #include "atoll/transport/transport_context.h"
 
 namespace Atoll::transport {
@@ -37,16 +38,31 @@ absl::Status CheckOptions(const EndpointOptions& options) {
   }
   if (options.job.empty() || options.job.size() > 256)
     return absl::InvalidArgumentError("a job's id has 1 to 256 bytes");
-  if (options.self.name.empty() || options.self.name.size() > 256) {
-    return absl::InvalidArgumentError("a member's name has 1 to 256 bytes");
-  }
+  if (!IsMemberName(options.self.name))
+    return absl::InvalidArgumentError("a member's name has 1 to 256 printable ASCII characters");
   if (options.self.incarnation.value() == 0) return absl::InvalidArgumentError("incarnation 0 is nobody's");
   if (options.port < 0 || options.port > 65535 || options.port_count < 1) {
     return absl::InvalidArgumentError("a port is 0 to 65535, and at least one is tried");
   }
   if (options.max_unauthenticated < 1)
     return absl::InvalidArgumentError("max_unauthenticated must be 1 or more");
+  if (options.handshake_limit <= absl::ZeroDuration())
+    return absl::InvalidArgumentError("handshake_limit must be above 0");
+  if (options.max_header_bytes < 1 || options.max_tensors < 1 || options.max_tensor_bytes < 1) {
+    return absl::InvalidArgumentError("max_header_bytes, max_tensors and max_tensor_bytes must be 1 or more");
+  }
   return absl::OkStatus();
+}
+
+/// For a context whose destructor would wait for ever. Its threads go on, so it stays until the process ends.
+void GiveUp(std::shared_ptr<tensorpipe::Context> core) {
+  struct Graveyard {
+    absl::Mutex mu;
+    std::vector<std::shared_ptr<tensorpipe::Context>> cores ABSL_GUARDED_BY(mu);
+  };
+  static Graveyard* const graveyard = new Graveyard;
+  absl::MutexLock lock(&graveyard->mu);
+  graveyard->cores.push_back(std::move(core));
 }
 
 class EndpointImpl final : public Endpoint {
@@ -62,20 +78,27 @@ class EndpointImpl final : public Endpoint {
 
   std::vector<std::string> addresses() const override { return addresses_; }
   int port() const override { return bound_.port(); }
+  MessageLimits limits() const override {
+    return {options_.max_header_bytes, options_.max_tensors, options_.max_tensor_bytes};
+  }
   void OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe) override;
   void Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane, absl::Duration limit,
                absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) override;
+  void OnBroken(absl::AnyInvocable<void(absl::Status)> on_broken) override;
   Counters counters() const override;
   void Close() override;
   void Join() override;
 
  private:
-  void OnBroken();
+  void BreakOnLoop(absl::string_view why);
+  /// Why nothing can be connected any more; OK until then.
+  absl::Status Ended() const;
   void MakeCore();
   void ListAddresses(bool with_unix, const SocketAddress& unix_address);
   void AcceptNext();
   void OnAccepted(std::shared_ptr<tensorpipe::Pipe> pipe);
-  void Dial(std::shared_ptr<Dialer> dialer, std::vector<std::string> addresses);
+  /// False if the endpoint has ended, and the dialer with it.
+  bool AdmitOnLoop(const std::shared_ptr<Dialer>& dialer);
 
   const base::ForkMark fork_mark_;
   const EndpointOptions options_;
@@ -91,12 +114,13 @@ class EndpointImpl final : public Endpoint {
 
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  bool broken_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status broken_ ABSL_GUARDED_BY(mu_);  // OK: it is not.
   bool on_pipe_set_ ABSL_GUARDED_BY(mu_) = false;
-  std::unique_ptr<base::ThreadPool> resolver_ ABSL_GUARDED_BY(mu_);  // Started by the first host name.
-  absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe_;          // Loop only.
-  std::deque<std::shared_ptr<Pipe>> waiting_;                        // Loop only.
-  bool ready_ = false;                                               // Loop only: on_pipe_ is there.
+  Resolver resolver_;
+  absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe_;  // Loop only.
+  std::deque<std::shared_ptr<Pipe>> waiting_;                // Loop only.
+  absl::AnyInvocable<void(absl::Status)> on_broken_;         // Loop only.
+  bool ready_ = false;                                       // Loop only: on_pipe_ is there.
 };
 
 absl::Status EndpointImpl::Start() {
@@ -109,8 +133,8 @@ absl::Status EndpointImpl::Start() {
     ATOLL_ASSIGN_OR_RETURN(unix_socket, ListenUnix(unix_address));
   }
   engine_ = std::make_shared<Engine>();
-  ATOLL_ASSIGN_OR_RETURN(engine_->loop, Loop::Create("atoll-transport"));
-  engine_->loop->OnException([this](const char*) { OnBroken(); });
+  ATOLL_ASSIGN_OR_RETURN(engine_->loop, Loop::Create("atoll-transport", options_.clock));
+  engine_->loop->OnException([this](const char* what) { BreakOnLoop(what); });
   TransportContext::Options transport;
   transport.handshake.job = options_.job;
   transport.handshake.self = options_.self;
@@ -118,7 +142,7 @@ absl::Status EndpointImpl::Start() {
   transport.handshake.fingerprint = Fingerprint();
   transport.handshake_limit = options_.handshake_limit;
   transport.max_unauthenticated = options_.max_unauthenticated;
-  transport.limits = {options_.max_header_bytes, options_.max_tensors, options_.max_tensor_bytes};
+  transport.limits = limits();
   transport_ = std::make_shared<TransportContext>(engine_, transport);
   shared_ = std::make_shared<PipeShared>();
   shared_->fork_mark = fork_mark_;
@@ -140,15 +164,45 @@ absl::Status EndpointImpl::Start() {
   return absl::OkStatus();
 }
 
-// TensorPipe threw in a thread of ours, which no checked message makes it do. Its context is stuck from then
-// on: it runs nothing, not even its own end. So every connection is cut, the peers learn it and
-// reconnect elsewhere, and Join does not wait for it.
-void EndpointImpl::OnBroken() {
+// TensorPipe, or a callback inside it, threw. Its context is stuck from then on: it runs nothing, not even
+// its own end. So every connection is cut, what waits is ended here, and Join does not wait for it.
+void EndpointImpl::BreakOnLoop(absl::string_view why) {
+  const absl::Status status = absl::InternalError(absl::StrCat("the endpoint is broken: ", why));
   {
     absl::MutexLock lock(&mu_);
-    broken_ = true;
+    if (!broken_.ok()) return;
+    broken_ = status;
   }
-  if (transport_ != nullptr) transport_->close();
+  if (transport_ == nullptr) return;
+  transport_->close();
+  const std::set<std::shared_ptr<Dialer>> dialers = dialers_;
+  for (const auto& dialer : dialers) dialer->Abort(status);
+  // Streams give back what they were lent in the two turns that follow.
+  engine_->loop->Defer([this, status] {
+    engine_->loop->Defer([this, status] {
+      shared_->pipes->GiveUpOnLoop(status);
+      if (on_broken_) std::exchange(on_broken_, nullptr)(status);
+    });
+  });
+}
+
+void EndpointImpl::OnBroken(absl::AnyInvocable<void(absl::Status)> on_broken) {
+  if (in_child()) return;
+  engine_->loop->Defer([this, on_broken = std::move(on_broken)]() mutable {
+    absl::Status broken;
+    {
+      absl::MutexLock lock(&mu_);
+      broken = broken_;
+    }
+    if (!broken.ok()) return std::move(on_broken)(broken);
+    on_broken_ = std::move(on_broken);
+  });
+}
+
+absl::Status EndpointImpl::Ended() const {
+  absl::MutexLock lock(&mu_);
+  if (!broken_.ok()) return broken_;
+  return closed_ ? absl::CancelledError("the endpoint is closed") : absl::OkStatus();
 }
 
 void EndpointImpl::MakeCore() {
@@ -173,9 +227,7 @@ void EndpointImpl::MakeCore() {
 
 void EndpointImpl::ListAddresses(bool with_unix, const SocketAddress& unix_address) {
   if (with_unix) addresses_.push_back(unix_address.ToString());
-  const bool wildcard =
-      absl::StartsWith(bound_.ToString(), "0.0.0.0:") || absl::StartsWith(bound_.ToString(), "[::]:");
-  if (!wildcard) {
+  if (!IsWildcard(bound_)) {
     addresses_.push_back(bound_.ToString());
     return;
   }
@@ -184,8 +236,8 @@ void EndpointImpl::ListAddresses(bool with_unix, const SocketAddress& unix_addre
     std::vector<SocketAddress> v6 = LocalAddresses(AF_INET6);
     local.insert(local.end(), v6.begin(), v6.end());
   }
-  for (SocketAddress& address : local) {
-    address.set_port(bound_.port());
+  for (const SocketAddress& address :
+       Reachable(bound_, std::move(local), kMaxAddresses - addresses_.size())) {
     addresses_.push_back(address.ToString());
   }
 }
@@ -241,46 +293,35 @@ void EndpointImpl::Connect(std::vector<std::string> addresses, base::MemberId ex
   };
   auto dialer =
       std::make_shared<Dialer>(transport_, std::move(expected), lane, deadline, open, std::move(done));
-  // Asking the resolver may take seconds, which neither the loop nor the caller has.
-  bool literal = true;
-  for (const std::string& address : addresses) literal &= !absl::IsNotFound(ParseAddress(address).status());
-  if (literal) return Dial(std::move(dialer), std::move(addresses));
-  absl::MutexLock lock(&mu_);
-  if (closed_) return Dial(std::move(dialer), {});
-  if (resolver_ == nullptr) {
-    resolver_ = std::make_unique<base::ThreadPool>(base::ThreadPool::Options{"atoll-resolve", 1, 1});
+  if (!options_.enable_unix) std::erase_if(addresses, HasUnixPrefix);
+  Resolver::Result literal;
+  if (Resolver::Literal(addresses, &literal)) {
+    engine_->loop->Defer([this, dialer = std::move(dialer), literal = std::move(literal)]() mutable {
+      if (AdmitOnLoop(dialer)) dialer->Start(std::move(literal));
+    });
+    return;
   }
-  resolver_->Schedule([this, dialer = std::move(dialer), addresses = std::move(addresses)]() mutable {
-    Dial(std::move(dialer), std::move(addresses));
+  // Asking takes seconds, which neither the loop nor the caller has; `limit` ends it too.
+  engine_->loop->Defer([this, dialer, addresses] {
+    if (AdmitOnLoop(dialer)) dialer->AwaitNames(absl::StrJoin(addresses, ", "));
+  });
+  // It may outlive this.
+  resolver_.Resolve(std::move(addresses), [engine = engine_,
+                                           dialer = std::move(dialer)](Resolver::Result found) {
+    engine->loop->Defer([dialer, found = std::move(found)]() mutable { dialer->Start(std::move(found)); });
   });
 }
 
-void EndpointImpl::Dial(std::shared_ptr<Dialer> dialer, std::vector<std::string> addresses) {
-  std::deque<Dialer::Target> targets;
-  std::vector<absl::Status> failures;
-  for (const std::string& text : addresses) {
-    if (HasUnixPrefix(text) && !options_.enable_unix) continue;
-    absl::StatusOr<std::vector<SocketAddress>> resolved = ResolveAddress(text);
-    if (!resolved.ok()) {
-      failures.push_back(base::Annotate(resolved.status(), text));
-      continue;
-    }
-    for (const SocketAddress& address : *resolved) targets.push_back({text, address});
+bool EndpointImpl::AdmitOnLoop(const std::shared_ptr<Dialer>& dialer) {
+  if (absl::Status ended = Ended(); !ended.ok()) {
+    dialer->Abort(std::move(ended));
+    return false;
   }
-  engine_->loop->Defer([this, dialer = std::move(dialer), targets = std::move(targets),
-                        failures = std::move(failures)]() mutable {
-    bool closed;
-    {
-      absl::MutexLock lock(&mu_);
-      closed = closed_;
-    }
-    if (closed) return dialer->Abort(absl::CancelledError("the endpoint is closed"));
-    dialers_.insert(dialer);
-    dialer->OnDone([this, dialer = dialer.get()] {
-      std::erase_if(dialers_, [&](const auto& entry) { return entry.get() == dialer; });
-    });
-    dialer->Start(std::move(targets), std::move(failures));
+  dialers_.insert(dialer);
+  dialer->OnDone([this, dialer = dialer.get()] {
+    std::erase_if(dialers_, [&](const auto& entry) { return entry.get() == dialer; });
   });
+  return true;
 }
 
 Endpoint::Counters EndpointImpl::counters() const {
@@ -296,6 +337,7 @@ void EndpointImpl::Close() {
     if (closed_) return;
     closed_ = true;
   }
+  resolver_.Close();
   if (core_ == nullptr) return;
   engine_->loop->Defer([this] {
     const std::set<std::shared_ptr<Dialer>> dialers = dialers_;
@@ -310,22 +352,12 @@ void EndpointImpl::Close() {
 void EndpointImpl::Join() {
   if (in_child()) return;
   if (engine_ == nullptr || engine_->loop == nullptr) return;
-  std::unique_ptr<base::ThreadPool> resolver;
-  {
-    absl::MutexLock lock(&mu_);
-    resolver = std::move(resolver_);
-  }
-  resolver.reset();
   bool broken;
   {
     absl::MutexLock lock(&mu_);
-    broken = broken_;
+    broken = !broken_.ok();
   }
-  if (broken && core_ != nullptr) {
-    // Its destructor would wait for ever: it is given up.
-    new std::shared_ptr<tensorpipe::Context>(std::move(core_));
-    core_.reset();
-  }
+  if (broken && core_ != nullptr) GiveUp(std::move(core_));
   if (core_ != nullptr) core_->join();
   transport_->join();
 }

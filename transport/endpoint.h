@@ -1,7 +1,6 @@
 // A rank's door to its job: one port for everything, and the connections to others.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,10 +8,14 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/ids.h"
 #include "atoll/transport/pipe.h"
 
 namespace Atoll::transport {
+
+/// How many addresses an endpoint tells, and who lists a member's addresses takes at least.
+inline constexpr size_t kMaxAddresses = 16;
 
 /// The secret of a job: 16 to 4,096 bytes. Never logged, never printed.
 struct JobKey {
@@ -37,11 +40,12 @@ struct EndpointOptions {
   /// executable, in ../lib from there, or where the system looks.
   std::string cuda_library;
 
+  const base::Clock* clock = nullptr;                  ///< Of all limits; for tests. Null: the real one.
   absl::Duration handshake_limit = absl::Seconds(10);  ///< A stranger is cut off after this.
   int max_unauthenticated = 256;                       ///< Beyond it the oldest stranger is dropped.
-  size_t max_header_bytes = 16 << 20;                  ///< Of a message.
-  size_t max_tensors = 4096;                           ///< In a message.
-  size_t max_tensor_bytes = size_t{1} << 40;           ///< Each.
+  size_t max_header_bytes = MessageLimits().max_header_bytes;
+  size_t max_tensors = MessageLimits().max_tensors;
+  size_t max_tensor_bytes = MessageLimits().max_tensor_bytes;
 };
 
 /// Thread-safe. The destructor is Close() and Join().
@@ -54,24 +58,35 @@ class Endpoint {
   virtual ~Endpoint() = default;
 
   /// Where peers can reach us, best first, each as Connect takes it: "unix:@name" (same host and
-  /// network namespace only) and "host:port" or "[v6]:port".
+  /// network namespace only) and "host:port" or "[v6]:port". Of a wildcard's addresses those of loopback are
+  /// left out, unless there are no others. 1 to kMaxAddresses.
   virtual std::vector<std::string> addresses() const = 0;
   /// The TCP port that is bound.
   virtual int port() const = 0;
+  /// Of the options, as they hold for its pipes.
+  virtual MessageLimits limits() const { return {}; }
 
   /// From now on each authenticated peer's new pipe is given to `on_pipe` (on a loop thread). Before
   /// it, new pipes wait. Called once.
   virtual void OnPipe(absl::AnyInvocable<void(std::shared_ptr<Pipe>)> on_pipe) = 0;
 
-  /// Opens a pipe to the first of `addresses` that answers the handshake (an address of a kind we do not
-  /// have, or a Unix one of another host, is passed over). `expected.name` must be the peer's name
+  /// `on_broken` is told, once and on the loop thread, when the endpoint can carry nothing any more: a
+  /// callback threw, or TensorPipe did, never for what a peer sends. By then all connections are cut; every
+  /// outstanding callback gets Internal, as does all that follows. Buffers that were lent should stay, since
+  /// a copy may still be under way: what is left is to end the process. Another one replaces it.
+  virtual void OnBroken(absl::AnyInvocable<void(absl::Status)> on_broken) {}
+
+  /// Opens a pipe to the first of `addresses` that answers the handshake (one of a kind that we do not have
+  /// is passed over). Whether the peer is there is for those to say that mean the same everywhere: not for
+  /// Unix names beside TCP addresses, nor for loopback beside others. `expected.name` must be the peer's name
   /// unless empty, `expected.incarnation` its incarnation unless 0. `done` runs once, on a loop
   /// thread, with the pipe or
   ///   Unavailable: nobody answers (ran: no); the message has each address and what it said;
   ///   NotFound: an endpoint answers, but it is another name or incarnation;
   ///   Unauthenticated: it does not know the job key, or we do not;
   ///   FailedPrecondition: another version, job, or set of transports; the text says which;
-  ///   DeadlineExceeded: `limit` passed.
+  ///   DeadlineExceeded: `limit` passed;
+  ///   Cancelled, Internal: the endpoint is closed, or broken (OnBroken).
   virtual void Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane,
                        absl::Duration limit,
                        absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) = 0;
@@ -92,7 +107,7 @@ class Endpoint {
   virtual void Join() = 0;
 };
 
-/// Binds and starts. AlreadyExists-free: a port in use is FailedPrecondition and names the ports tried;
+/// Binds and starts. A port in use is FailedPrecondition and names the ports tried;
 /// an address that is not ours, or an interface that is not there, is InvalidArgument and lists what
 /// there is.
 absl::StatusOr<std::shared_ptr<Endpoint>> CreateEndpoint(EndpointOptions options);

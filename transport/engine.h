@@ -26,6 +26,9 @@ struct Engine {
   Traffic traffic;
   /// Drops the oldest stranger at the door for the descriptor; false if there is none. Loop only.
   std::function<bool()> make_room = [] { return false; };
+  /// Calls into TensorPipe that a user of a pipe makes on the loop at this moment. TensorPipe runs whatever
+  /// is due inside them, and the user may hold locks. Loop only.
+  int users_calls = 0;
 };
 
 }  // namespace Atoll::transport

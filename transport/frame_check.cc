@@ -1,7 +1,5 @@
 #include "atoll/transport/frame_check.h"
 
-#include <limits>
-
 #include "absl/strings/str_cat.h"
 
 namespace Atoll::transport {
@@ -166,7 +164,7 @@ absl::Status CheckServerHello(const tensorpipe::channel::mpt::Packet& packet) {
   return absl::OkStatus();
 }
 
-absl::Status CheckDescriptor(const tensorpipe::Descriptor& descriptor, const DescriptorLimits& limits,
+absl::Status CheckDescriptor(const tensorpipe::Descriptor& descriptor, const MessageLimits& limits,
                              const DevicePairs& pairs) {
   if (descriptor.metadata.size() > limits.max_header_bytes) {
     return Bad(absl::StrCat("a header of ", descriptor.metadata.size(), " bytes, above the limit of ",

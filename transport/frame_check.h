@@ -27,19 +27,13 @@ absl::Status WalkFrame(absl::string_view frame);
 absl::Status DecodeFrame(absl::string_view frame, tensorpipe::AbstractNopHolder& holder);
 std::string EncodeFrame(const tensorpipe::AbstractNopHolder& holder);
 
-struct DescriptorLimits {
-  size_t max_header_bytes = 0;
-  size_t max_tensors = 0;
-  size_t max_tensor_bytes = 0;
-};
-
 /// The checks of meaning, each for what TensorPipe does with the message.
 absl::StatusOr<DevicePairs> CheckBrochure(const tensorpipe::Brochure& brochure, const ChannelTable& channels);
 absl::StatusOr<DevicePairs> CheckBrochureAnswer(const tensorpipe::BrochureAnswer& answer,
                                                 const ChannelTable& channels);
 absl::Status CheckServerHello(const tensorpipe::channel::mpt::Packet& packet);
 /// Fills nothing in: whether the targets exist here is `pairs`' to say.
-absl::Status CheckDescriptor(const tensorpipe::Descriptor& descriptor, const DescriptorLimits& limits,
+absl::Status CheckDescriptor(const tensorpipe::Descriptor& descriptor, const MessageLimits& limits,
                              const DevicePairs& pairs);
 
 }  // namespace Atoll::transport

@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
@@ -12,14 +13,52 @@ namespace Atoll::transport {
 namespace {
 
 constexpr absl::Duration kEndGrace = absl::Milliseconds(100);
+constexpr char kMessageErrorUrl[] = "atoll/message";
 
-/// std::function wants copies.
-template <class F>
-std::shared_ptr<F> Share(F f) {
-  return std::make_shared<F>(std::move(f));
-}
+/// Around a user's call into TensorPipe.
+class UsersCall {
+ public:
+  explicit UsersCall(Engine& engine) : count_(engine.loop->InLoop() ? &engine.users_calls : nullptr) {
+    if (count_ != nullptr) ++*count_;
+  }
+  ~UsersCall() {
+    if (count_ != nullptr) --*count_;
+  }
+  UsersCall(const UsersCall&) = delete;
+
+ private:
+  int* const count_;
+};
 
 }  // namespace
+
+bool IsMessageError(const absl::Status& status) { return status.GetPayload(kMessageErrorUrl).has_value(); }
+
+absl::Status MessageError(absl::Status status) {
+  status.SetPayload(kMessageErrorUrl, absl::Cord());
+  return status;
+}
+
+void PipeList::Add(const std::shared_ptr<Entry>& entry) {
+  absl::MutexLock lock(&mu_);
+  entries_[entry.get()] = entry;
+}
+
+void PipeList::Remove(Entry* entry) {
+  absl::MutexLock lock(&mu_);
+  entries_.erase(entry);
+}
+
+void PipeList::GiveUpOnLoop(const absl::Status& status) {
+  std::vector<std::shared_ptr<Entry>> entries;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [key, weak] : entries_) {
+      if (auto entry = weak.lock()) entries.push_back(std::move(entry));
+    }
+  }
+  for (const std::shared_ptr<Entry>& entry : entries) entry->GiveUpOnLoop(status);
+}
 
 PipeImpl::PipeImpl(std::shared_ptr<const PipeShared> shared, std::shared_ptr<tensorpipe::Pipe> pipe,
                    std::shared_ptr<Link> link)
@@ -27,6 +66,7 @@ PipeImpl::PipeImpl(std::shared_ptr<const PipeShared> shared, std::shared_ptr<ten
   state_->shared = std::move(shared);
   state_->pipe = std::move(pipe);
   state_->link = std::move(link);
+  state_->shared->pipes->Add(state_);
   // TensorPipe learns of an end from the operation that it fails, and has none outstanding while a pipe
   // is still being established: then the pipe would wait for ever.
   state_->link->OnEnded([weak = std::weak_ptr<State>(state_)](absl::Status status) {
@@ -79,7 +119,7 @@ absl::StatusOr<tensorpipe::Buffer> PipeImpl::State::Wrap(const Buffer& buffer) c
 }
 
 absl::StatusOr<tensorpipe::Message> PipeImpl::Convert(const State& state, Message message) {
-  const DescriptorLimits& limits = state.shared->limits;
+  const MessageLimits& limits = state.shared->limits;
   if (message.header.size() > limits.max_header_bytes) {
     return absl::InvalidArgumentError(absl::StrCat("a header of ", message.header.size(),
                                                    " bytes, above the limit of ", limits.max_header_bytes));
@@ -116,34 +156,56 @@ absl::StatusOr<tensorpipe::Message> PipeImpl::Convert(const State& state, Messag
   return converted;
 }
 
+PipeImpl::WriteDone PipeImpl::State::TakeWrite(uint64_t id) {
+  absl::MutexLock lock(&mu);
+  auto found = writes.find(id);
+  if (found == writes.end()) return nullptr;
+  WriteDone done = std::move(found->second);
+  writes.erase(found);
+  return done;
+}
+
 void PipeImpl::Write(Message message, absl::AnyInvocable<void(absl::Status)> done) {
   if (in_child()) return std::move(done)(state_->shared->fork_mark.Error("Pipe::Write"));
-  {
-    absl::Status error;
-    {
-      absl::MutexLock lock(&state_->mu);
-      error = state_->error;
-    }
-    if (!error.ok()) return std::move(done)(std::move(error));
-  }
   absl::StatusOr<tensorpipe::Message> converted = Convert(*state_, std::move(message));
-  if (!converted.ok()) return std::move(done)(converted.status());
-  auto shared = Share(std::move(done));
+  if (!converted.ok()) return std::move(done)(MessageError(converted.status()));
+  uint64_t id = 0;
+  absl::Status error;
+  {
+    absl::MutexLock lock(&state_->mu);
+    error = state_->error;
+    if (error.ok()) {
+      id = state_->next_write++;
+      state_->writes.emplace(id, std::move(done));
+    }
+  }
+  if (!error.ok()) return std::move(done)(std::move(error));
   try {
-    state_->pipe->write(*std::move(converted), [state = state_, shared](const tensorpipe::Error& error) {
-      std::move (*shared)(error ? state->Latch(error) : absl::OkStatus());
+    UsersCall users_call(*state_->shared->engine);
+    state_->pipe->write(*std::move(converted), [state = state_, id](const tensorpipe::Error& error) {
+      WriteDone done = state->TakeWrite(id);
+      if (done) std::move(done)(error ? state->Latch(error) : absl::OkStatus());
     });
-  } catch (const std::exception& error) {
-    // Never for what a peer or a caller does: all of that is checked before.
-    ATOLL_LOG(kFatal) << "TensorPipe threw in write: " << error.what();
+  } catch (...) {
+    // Never for what a peer or a caller sends: all of that is checked before. What threw may be a callback of
+    // another pipe, which TensorPipe ran here. The loop tells the endpoint, as if it had been thrown there.
+    state_->shared->engine->loop->Defer(
+        [error = std::current_exception()] { std::rethrow_exception(error); });
+    WriteDone left = state_->TakeWrite(id);
+    if (left) std::move(left)(state_->Latch(absl::InternalError("TensorPipe threw in write")));
   }
 }
 
-void PipeImpl::OnLoop(absl::AnyInvocable<void()> work) {
-  Loop& loop = *state_->shared->engine->loop;
-  if (loop.InLoop()) return std::move(work)();
-  // TensorPipe runs other pipes' callbacks in whatever thread calls it; they may expect no user's locks.
-  loop.Defer(std::move(work));
+void PipeImpl::State::CallOnLoop(absl::AnyInvocable<void()> call) {
+  Engine& engine = *shared->engine;
+  // TensorPipe runs other pipes' callbacks in whatever thread calls it, and they may expect no user's locks.
+  if (!engine.loop->InLoop()) return engine.loop->Defer(std::move(call));
+  UsersCall users_call(engine);
+  std::move(call)();
+}
+
+bool PipeImpl::State::MayCallBack() const {
+  return shared->engine->loop->InLoop() && shared->engine->users_calls == 0;
 }
 
 void PipeImpl::ReadDescriptor(absl::AnyInvocable<void(absl::StatusOr<Descriptor>)> done) {
@@ -151,52 +213,60 @@ void PipeImpl::ReadDescriptor(absl::AnyInvocable<void(absl::StatusOr<Descriptor>
   absl::Status refused;
   {
     absl::MutexLock lock(&state_->mu);
-    if (state_->reading != State::Reading::kIdle) {
+    if (state_->given_up) {
+      refused = state_->error;
+    } else if (state_->reading != State::Reading::kIdle) {
       refused =
           absl::FailedPreconditionError("ReadDescriptor while another read is outstanding or announced");
     } else {
       state_->reading = State::Reading::kDescriptor;
+      state_->descriptor_done = std::move(done);
     }
   }
-  OnLoop([state = state_, refused = std::move(refused), done = std::move(done)]() mutable {
-    if (!refused.ok()) return std::move(done)(std::move(refused));
-    auto shared = Share(std::move(done));
-    state->pipe->readDescriptor(
-        [state, shared](const tensorpipe::Error& error, tensorpipe::Descriptor descriptor) {
-          state->OnDescriptor(error, std::move(descriptor), std::move(*shared));
-        });
+  if (!refused.ok()) {
+    state_->shared->engine->loop->Defer(
+        [done = std::move(done), refused]() mutable { std::move(done)(refused); });
+    return;
+  }
+  state_->CallOnLoop([state = state_] {
+    state->pipe->readDescriptor([state](const tensorpipe::Error& error, tensorpipe::Descriptor descriptor) {
+      state->OnDescriptor(error, std::move(descriptor));
+    });
   });
 }
 
 void PipeImpl::State::OnDescriptor(const tensorpipe::Error& tensorpipe_error,
-                                   tensorpipe::Descriptor descriptor,
-                                   absl::AnyInvocable<void(absl::StatusOr<Descriptor>)> done) {
+                                   tensorpipe::Descriptor descriptor) {
+  absl::StatusOr<Descriptor> result = Descriptor();
   if (tensorpipe_error) {
-    absl::Status status = Latch(tensorpipe_error);
-    {
-      absl::MutexLock lock(&mu);
-      reading = Reading::kIdle;
+    result = Latch(tensorpipe_error);
+  } else {
+    result->header = std::move(descriptor.metadata);
+    result->tensors.reserve(descriptor.tensors.size());
+    for (const tensorpipe::Descriptor::Tensor& tensor : descriptor.tensors) {
+      // The devices were checked before TensorPipe saw them (CheckDescriptor).
+      absl::StatusOr<Device> source = FromTensorPipe(tensor.sourceDevice);
+      absl::StatusOr<Device> target = FromTensorPipe(*tensor.targetDevice);
+      ATOLL_CHECK(source.ok() && target.ok()) << "an unchecked descriptor";
+      result->tensors.push_back({tensor.length, *source, *target});
     }
-    return std::move(done)(std::move(status));
   }
-  Descriptor result;
-  result.header = std::move(descriptor.metadata);
-  result.tensors.reserve(descriptor.tensors.size());
-  for (const tensorpipe::Descriptor::Tensor& tensor : descriptor.tensors) {
-    // The devices were checked before TensorPipe saw them (CheckDescriptor).
-    absl::StatusOr<Device> source = FromTensorPipe(tensor.sourceDevice);
-    absl::StatusOr<Device> target = FromTensorPipe(*tensor.targetDevice);
-    ATOLL_CHECK(source.ok() && target.ok()) << "an unchecked descriptor";
-    result.tensors.push_back({tensor.length, *source, *target});
-  }
+  DescriptorDone done;
   {
     absl::MutexLock lock(&mu);
-    reading = result.tensors.empty() ? Reading::kIdle : Reading::kAnnounced;
-    announced = result.tensors;
+    if (given_up) return;
+    const bool announces = result.ok() && !result->tensors.empty();
+    reading = announces ? Reading::kAnnounced : Reading::kIdle;
+    if (announces) announced = result->tensors;
+    done = std::exchange(descriptor_done, nullptr);
   }
   // TensorPipe goes on to the next message only once this one has its (empty) allocation.
-  if (result.tensors.empty()) pipe->read(tensorpipe::Allocation(), [](const tensorpipe::Error&) {});
-  std::move(done)(std::move(result));
+  if (result.ok() && result->tensors.empty()) {
+    pipe->read(tensorpipe::Allocation(), [](const tensorpipe::Error&) {});
+  }
+  if (MayCallBack()) return std::move(done)(std::move(result));
+  shared->engine->loop->Defer(
+      [done = std::move(done), result = std::move(result)]() mutable { std::move(done)(std::move(result)); });
 }
 
 void PipeImpl::Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Status)> done) {
@@ -205,7 +275,9 @@ void PipeImpl::Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Stat
   absl::Status refused;
   {
     absl::MutexLock lock(&state_->mu);
-    if (state_->reading != State::Reading::kAnnounced) {
+    if (state_->given_up) {
+      refused = state_->error;
+    } else if (state_->reading != State::Reading::kAnnounced) {
       refused = absl::FailedPreconditionError("Read without a descriptor that announced tensors");
     } else if (into.size() != state_->announced.size()) {
       refused = absl::InvalidArgumentError(absl::StrCat(state_->announced.size(), " tensors are announced, ",
@@ -226,28 +298,64 @@ void PipeImpl::Read(std::vector<Buffer> into, absl::AnyInvocable<void(absl::Stat
       }
       allocation.tensors.push_back({*std::move(wrapped)});
     }
-    if (refused.ok()) state_->reading = State::Reading::kTensors;
+    if (refused.ok()) {
+      state_->reading = State::Reading::kTensors;
+      state_->read_done = std::move(done);
+    }
   }
-  OnLoop([state = state_, refused = std::move(refused), allocation = std::move(allocation),
-          done = std::move(done)]() mutable {
-    if (!refused.ok()) return std::move(done)(std::move(refused));
-    auto shared = Share(std::move(done));
-    state->pipe->read(std::move(allocation), [state, shared](const tensorpipe::Error& error) {
-      absl::Status status = error ? state->Latch(error) : absl::OkStatus();
-      {
-        absl::MutexLock lock(&state->mu);
-        state->reading = State::Reading::kIdle;
-      }
-      std::move (*shared)(std::move(status));
-    });
+  if (!refused.ok()) {
+    state_->shared->engine->loop->Defer(
+        [done = std::move(done), refused]() mutable { std::move(done)(refused); });
+    return;
+  }
+  state_->CallOnLoop([state = state_, allocation = std::move(allocation)]() mutable {
+    state->pipe->read(std::move(allocation),
+                      [state](const tensorpipe::Error& error) { state->OnRead(error); });
   });
+}
+
+void PipeImpl::State::OnRead(const tensorpipe::Error& tensorpipe_error) {
+  absl::Status status = tensorpipe_error ? Latch(tensorpipe_error) : absl::OkStatus();
+  ReadDone done;
+  {
+    absl::MutexLock lock(&mu);
+    if (given_up) return;
+    reading = Reading::kIdle;
+    done = std::exchange(read_done, nullptr);
+  }
+  if (MayCallBack()) return std::move(done)(std::move(status));
+  shared->engine->loop->Defer(
+      [done = std::move(done), status = std::move(status)]() mutable { std::move(done)(status); });
+}
+
+void PipeImpl::State::GiveUpOnLoop(const absl::Status& status) {
+  const absl::Status reason = Latch(status);
+  std::unordered_map<uint64_t, WriteDone> failed_writes;
+  DescriptorDone failed_descriptor;
+  ReadDone failed_read;
+  {
+    absl::MutexLock lock(&mu);
+    given_up = true;
+    failed_writes.swap(writes);
+    failed_descriptor = std::exchange(descriptor_done, nullptr);
+    failed_read = std::exchange(read_done, nullptr);
+  }
+  // Each by itself: one that throws must not take the others with it.
+  Loop& loop = *shared->engine->loop;
+  for (auto& [id, done] : failed_writes) {
+    loop.Defer([done = std::move(done), reason]() mutable { std::move(done)(reason); });
+  }
+  if (failed_descriptor) {
+    loop.Defer([done = std::move(failed_descriptor), reason]() mutable { std::move(done)(reason); });
+  }
+  if (failed_read) loop.Defer([done = std::move(failed_read), reason]() mutable { std::move(done)(reason); });
 }
 
 void PipeImpl::Close(absl::Status reason) {
   if (in_child()) return;
   if (reason.ok()) reason = absl::CancelledError("closed");
   (void)state_->Latch(std::move(reason));
-  OnLoop([state = state_] { state->pipe->close(); });
+  state_->CallOnLoop([state = state_] { state->pipe->close(); });
 }
 
 }  // namespace Atoll::transport

@@ -42,10 +42,17 @@ struct Buffer {
   void* cuda_stream = nullptr;
 };
 
+/// What an endpoint sends and takes at most.
+struct MessageLimits {
+  size_t max_header_bytes = 16 << 20;
+  size_t max_tensors = 4096;
+  size_t max_tensor_bytes = size_t{1} << 40;  ///< Each.
+};
+
 /// What is sent. The buffers are lent until the write's callback.
 struct Message {
-  std::string header;           ///< At most EndpointOptions::max_header_bytes.
-  std::vector<Buffer> tensors;  ///< At most EndpointOptions::max_tensors.
+  std::string header;           ///< At most MessageLimits::max_header_bytes.
+  std::vector<Buffer> tensors;  ///< At most MessageLimits::max_tensors.
   /// Where the receiver should place each tensor; empty: all on its CPU. Else one per tensor.
   std::vector<Device> targets;
 };
@@ -69,21 +76,31 @@ struct PeerInfo {
   bool initiated = false;  ///< We connected (false: we accepted).
 };
 
-/// Held by shared_ptr; thread-safe. Callbacks run exactly once each, on a loop thread of transport or
-/// (Write only) inline in the calling thread; they must not wait, and are called without locks. The
-/// first error sticks: every later callback gets it. Destroying the last reference closes. In a child of fork
-/// all callbacks get FailedPrecondition, inline, and nothing is closed: the connection is the parent's.
+/// Whether a Write failed because of its message alone (InvalidArgument: above a limit of ours, or
+/// malformed; FailedPrecondition: no way to a device): nothing of it was sent, and the pipe goes on. The
+/// callback has then run inside Write. Every other error of a Write is the pipe's, whatever its code.
+bool IsMessageError(const absl::Status& status);
+/// `status` as one that IsMessageError: for what implements Pipe.
+absl::Status MessageError(absl::Status status);
+
+/// Held by shared_ptr; thread-safe. Callbacks run exactly once each and without locks; they must not wait,
+/// nor throw: that breaks the endpoint (Endpoint::OnBroken). Those of reads run on the endpoint's loop
+/// thread, never inside a call to a pipe. That of a Write runs there, or inside this Write, or inside a Write
+/// to another pipe of the endpoint. The first error of the pipe sticks: every later callback gets it.
+/// Destroying the last reference closes. In a child of fork all callbacks get FailedPrecondition, inline, and
+/// nothing is closed: the connection is the parent's.
 class Pipe {
  public:
   virtual ~Pipe() = default;
 
   /// Sends `message`; `done` returns the loan of its buffers: OK says that the bytes were handed to the
-  /// kernel or copied out (for CUDA: enqueued on the stream), not that the peer has read them.
+  /// kernel or copied out (for CUDA: enqueued on the stream), not that the peer has read them. The limits are
+  /// Endpoint::limits() here and the peer's there: a message above the peer's closes the pipe.
   virtual void Write(Message message, absl::AnyInvocable<void(absl::Status)> done) = 0;
 
   /// Waits for the next message. At most one ReadDescriptor may be outstanding, and none between a
-  /// descriptor with tensors and the completion of its Read. A descriptor beyond the limits of
-  /// EndpointOptions closes the pipe with InvalidArgument before anything is allocated.
+  /// descriptor with tensors and the completion of its Read. A descriptor beyond Endpoint::limits() closes
+  /// the pipe with InvalidArgument before anything is allocated.
   virtual void ReadDescriptor(absl::AnyInvocable<void(absl::StatusOr<Descriptor>)> done) = 0;
 
   /// Receives the tensors announced last, each into its buffer (sizes as announced, devices as
@@ -95,8 +112,8 @@ class Pipe {
 
   virtual const PeerInfo& peer() const = 0;
 
-  /// Whether tensors can travel from `ours` to `theirs`: both devices exist, and a channel leads there. A Write
-  /// for which it says no completes with FailedPrecondition, and the pipe goes on.
+  /// Whether tensors can travel from `ours` to `theirs`: both devices exist, and a channel leads there. A
+  /// Write for which it says no fails with a FailedPrecondition that IsMessageError.
   virtual bool Reaches(Device ours, Device theirs) const { return true; }
 };
 

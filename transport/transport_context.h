@@ -57,7 +57,7 @@ class TransportContext final : public tensorpipe::transport::Context,
     HandshakeConfig handshake;
     absl::Duration handshake_limit;
     int max_unauthenticated = 0;
-    DescriptorLimits limits;
+    MessageLimits limits;
   };
   TransportContext(std::shared_ptr<Engine> engine, Options options);
 

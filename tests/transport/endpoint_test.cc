@@ -1,6 +1,7 @@
 // Joining and being refused: what Connect and CreateEndpoint say, and to whom.
 #include "atoll/transport/endpoint.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -171,6 +172,27 @@ TEST(Endpoint, AWildcardSaysWhereItIsReached) {
   }
 }
 
+std::vector<std::string> ReachableOf(const std::string& bound, const std::vector<std::string>& local,
+                                     size_t max_count) {
+  std::vector<SocketAddress> addresses;
+  for (const std::string& text : local) addresses.push_back(*ParseAddress(text));
+  std::vector<std::string> result;
+  for (const SocketAddress& one : Reachable(*ParseAddress(bound), addresses, max_count))
+    result.push_back(one.ToString());
+  return result;
+}
+
+TEST(Endpoint, AWildcardTellsFewAddressesAndNoLoopbackBesideOthers) {
+  using ::testing::ElementsAre;
+  EXPECT_THAT(ReachableOf("0.0.0.0:7", {"127.0.0.1:1", "10.0.0.1:1", "[::1]:1", "172.17.0.1:1"}, 16),
+              ElementsAre("10.0.0.1:7", "172.17.0.1:7"));
+  EXPECT_THAT(ReachableOf("[::]:7", {"127.0.0.1:1", "127.3.2.1:1", "[::1]:1"}, 2),
+              ElementsAre("127.0.0.1:7", "127.3.2.1:7"));
+  std::vector<std::string> bridges;
+  for (int i = 0; i < 40; ++i) bridges.push_back(absl::StrCat("172.18.", i, ".1:1"));
+  EXPECT_EQ(ReachableOf("0.0.0.0:7", bridges, kMaxAddresses - 1).size(), kMaxAddresses - 1);
+}
+
 TEST(Endpoint, PortsInUse) {
   Member first(Options("first"));
   EndpointOptions options = Options("second");
@@ -206,12 +228,25 @@ TEST(Endpoint, WhatCannotBeIsRefusedWithAReason) {
   EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(options).status()));
   options = Options("");
   EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(options).status()));
+  for (const std::string& name : {std::string("two\nlines"), std::string("\x1b[31m"),
+                                  std::string("zero\0", 5), std::string(257, 'n')}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(Options(name)).status()));
+  }
   options = Options("server");
   options.self.incarnation = {};
   EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(options).status()));
   options = Options("server");
   options.job = "";
   EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(options).status()));
+  options = Options("server");
+  options.handshake_limit = absl::ZeroDuration();
+  EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(options).status()));
+  for (size_t EndpointOptions::*limit : {&EndpointOptions::max_header_bytes, &EndpointOptions::max_tensors,
+                                         &EndpointOptions::max_tensor_bytes}) {
+    options = Options("server");
+    options.*limit = 0;
+    EXPECT_TRUE(absl::IsInvalidArgument(CreateEndpoint(options).status()));
+  }
 }
 
 TEST(Endpoint, TwoOfOneNameAndIncarnationOnOneHost) {

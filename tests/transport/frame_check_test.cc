@@ -188,7 +188,7 @@ TEST(CheckServerHello, OurNumberOfLanes) {
 }
 
 TEST(CheckDescriptor, LimitsAndDevices) {
-  const DescriptorLimits limits{300, 3, size_t{1} << 40};
+  const MessageLimits limits{300, 3, size_t{1} << 40};
   EXPECT_TRUE(CheckDescriptor(SomeDescriptor(), limits, CpuOnly()).ok());
   EXPECT_FALSE(CheckDescriptor(SomeDescriptor(), {299, 3, size_t{1} << 40}, CpuOnly()).ok());
   EXPECT_FALSE(CheckDescriptor(SomeDescriptor(), {300, 2, size_t{1} << 40}, CpuOnly()).ok());

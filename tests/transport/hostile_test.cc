@@ -40,6 +40,7 @@ class HonestTraffic {
         ASSERT_TRUE(received.ok()) << received.status();
         ASSERT_EQ(received->header, absl::StrCat(i));
         ASSERT_TRUE(received->tensors == tensors);
+        absl::MutexLock lock(&mu_);
         ++calls_;
       }
     });
@@ -57,13 +58,16 @@ class HonestTraffic {
 
  private:
   void AwaitCalls(uint64_t count) {
-    const uint64_t before = calls_;
-    while (calls_ < before + count && !::testing::Test::HasFailure()) std::this_thread::yield();
+    absl::MutexLock lock(&mu_);
+    const uint64_t wanted = calls_ + count;
+    auto made = [this, wanted]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return calls_ >= wanted; };
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&made), kLimit));
   }
 
   std::shared_ptr<Pipe> near_, far_;
   std::atomic<bool> stop_{false};
-  std::atomic<uint64_t> calls_{0};
+  absl::Mutex mu_;
+  uint64_t calls_ ABSL_GUARDED_BY(mu_) = 0;
   std::thread echo_, caller_;
 };
 
@@ -73,7 +77,8 @@ class HostileTest : public ::testing::TestWithParam<Way> {
     EndpointOptions options = Options("server", GetParam());
     options.max_unauthenticated = 64;
     options.max_header_bytes = 1 << 20;
-    options.handshake_limit = Limit();
+    options.handshake_limit = kHandshakeLimit;
+    if (ClockIsOurs()) options.clock = &clock_;
     server_ = std::make_unique<Member>(options);
     client_ = std::make_unique<Member>(Options("client", GetParam()));
     address_ = server_->endpoint().addresses()[0];
@@ -90,9 +95,17 @@ class HostileTest : public ::testing::TestWithParam<Way> {
     EXPECT_EQ(far->peer().member, newcomer.id());
     honest_.reset();
   }
-  virtual absl::Duration Limit() { return absl::Seconds(30); }
+  virtual bool ClockIsOurs() const { return false; }
   uint64_t authenticated() { return server_->endpoint().counters().authenticated; }
+  /// Returns when the server has handled all that was sent to it before.
+  void Fence() {
+    RawSocket socket(address_);
+    socket.Send("x");
+    EXPECT_TRUE(socket.SeesTheEnd());
+  }
 
+  static constexpr absl::Duration kHandshakeLimit = absl::Seconds(30);
+  base::FakeClock clock_;
   std::unique_ptr<Member> server_, client_;
   std::unique_ptr<HonestTraffic> honest_;
   std::string address_;
@@ -180,7 +193,8 @@ TEST_P(HostileTest, ReplayAndReflection) {
   EXPECT_TRUE(early.SeesTheEnd());
   const uint64_t before = authenticated();
   first.Send(proof);
-  while (authenticated() == before) std::this_thread::yield();
+  Fence();
+  ASSERT_EQ(authenticated(), before + 1);
   RawSocket late(address_);
   late.Send(hello + proof);
   EXPECT_TRUE(late.SeesTheEnd());
@@ -345,7 +359,7 @@ TEST_P(HostileTest, AServiceThatAnswersJunkHarmsNoClient) {
 
 class SlowStrangersTest : public HostileTest {
  protected:
-  absl::Duration Limit() override { return absl::Milliseconds(1500); }
+  bool ClockIsOurs() const override { return true; }
 };
 
 TEST_P(SlowStrangersTest, AByteAtATimeEndsAtTheLimit) {
@@ -354,17 +368,29 @@ TEST_P(SlowStrangersTest, AByteAtATimeEndsAtTheLimit) {
   for (int i = 0; i < 20; ++i) sockets.push_back(std::make_unique<RawSocket>(address_));
   ClientHandshake handshake(&config, {}, {0, 0}, NewNonce());
   const std::string hello = handshake.TakeOutput();
-  for (size_t at = 0; at + 1 < hello.size(); ++at) {
+  const uint64_t refused_before = server_->endpoint().counters().refused;
+  // They never pause, which gains them nothing.
+  constexpr size_t kBytes = 20;
+  for (size_t at = 0; at < kBytes; ++at) {
     for (auto& socket : sockets) socket->Send(hello.substr(at, 1));
+    Fence();
+    for (auto& socket : sockets) ASSERT_TRUE(socket->Open()) << at;
+    clock_.Advance(kHandshakeLimit / (kBytes + 1));
   }
+  clock_.Advance(kHandshakeLimit / kBytes);
+  for (auto& socket : sockets) socket->Send(hello.substr(kBytes, 1));
   for (auto& socket : sockets) EXPECT_TRUE(socket->SeesTheEnd());
   // Known, but silent after it.
   RawSocket known(address_);
   ClientHandshake second(&config, {}, {0, 0}, NewNonce());
   ASSERT_TRUE(known.Greet(second)) << second.status();
   known.Send(RawSocket::Frame(NewPipePacket()));
+  Fence();
+  EXPECT_TRUE(known.Open());
+  clock_.Advance(kHandshakeLimit + absl::Seconds(1));
+  Fence();
   EXPECT_TRUE(known.SeesTheEnd());
-  EXPECT_EQ(server_->endpoint().counters().refused, 21u);
+  EXPECT_EQ(server_->endpoint().counters().refused, refused_before + sockets.size() + 1 + kBytes + 2);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, HostileTest, ::testing::Values(Way::kTcp4, Way::kUnix),
@@ -398,7 +424,7 @@ void UseUpAllDescriptors(Way way) {
     RawSocket socket(address);
     if (!socket.connected() || !socket.SeesTheEnd()) _exit(2);
     // Counted once the server has its reserve back: what we take next is ours.
-    while (server.endpoint().counters().refused < refused_before + i) std::this_thread::yield();
+    if (!Poll([&] { return server.endpoint().counters().refused >= refused_before + i; })) _exit(9);
     socket.Close();
     all.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
   }
@@ -410,7 +436,7 @@ void UseUpAllDescriptors(Way way) {
   const uint64_t accepted = server.endpoint().counters().accepted;
   std::vector<std::unique_ptr<RawSocket>> idle;
   for (int i = 0; i < 5; ++i) idle.push_back(std::make_unique<RawSocket>(address));
-  while (server.endpoint().counters().accepted < accepted + 5) std::this_thread::yield();
+  if (!Poll([&] { return server.endpoint().counters().accepted >= accepted + 5; })) _exit(10);
   TakeAllDescriptors(&all);
   all.pop_back();
   RawSocket newcomer(address);

@@ -237,16 +237,28 @@ TEST_P(PipeTest, LimitsOfTheSenderRefuseWithoutHarm) {
   auto pipe = small.Connect(*server_);
   ASSERT_TRUE(pipe.ok()) << pipe.status();
   auto far = server_->Accepted();
+  EXPECT_EQ(small.endpoint().limits().max_header_bytes, 1000u);
+  EXPECT_EQ(small.endpoint().limits().max_tensors, 3u);
+  EXPECT_EQ(small.endpoint().limits().max_tensor_bytes, 5000u);
   std::vector<std::string> four(4, "x"), large{std::string(5001, 'x')};
-  EXPECT_TRUE(absl::IsInvalidArgument(Write(**pipe, {std::string(1001, 'x'), {}, {}})));
-  EXPECT_TRUE(absl::IsInvalidArgument(Write(**pipe, MessageOf("", four))));
-  EXPECT_TRUE(absl::IsInvalidArgument(Write(**pipe, MessageOf("", large))));
   Message targets = MessageOf("", four);
   targets.tensors.resize(2);
   targets.targets.resize(1);
-  EXPECT_TRUE(absl::IsInvalidArgument(Write(**pipe, targets)));
+  for (const Message& message :
+       {Message{std::string(1001, 'x'), {}, {}}, MessageOf("", four), MessageOf("", large), targets}) {
+    auto written = StartWrite(**pipe, message);
+    ASSERT_TRUE(written.ready());
+    const absl::Status status = written.Wait(kLimit).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_TRUE(IsMessageError(status)) << status;
+  }
   EXPECT_TRUE(Write(**pipe, {std::string(1000, 'x'), {}, {}}).ok());
   EXPECT_TRUE(ReadDescriptor(*far).ok());
+  // The pipe's own error is told apart, whatever its code.
+  (*pipe)->Close(absl::InvalidArgumentError("the pipe's"));
+  const absl::Status closed = Write(**pipe, {"x", {}, {}});
+  EXPECT_TRUE(absl::IsInvalidArgument(closed)) << closed;
+  EXPECT_FALSE(IsMessageError(closed)) << closed;
 }
 
 TEST_P(PipeTest, LimitsOfTheReceiverCloseThePipe) {
@@ -302,6 +314,7 @@ TEST_P(PipeTest, ACudaBufferWithoutCudaIsAClearError) {
   message.targets = {{Device::Kind::kCuda, 0}};
   status = Write(*near_, message);
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_TRUE(IsMessageError(status)) << status;
   EXPECT_TRUE(Write(*near_, {"the pipe lives", {}, {}}).ok());
   EXPECT_TRUE(ReadDescriptor(*far_).ok());
 }

@@ -69,6 +69,11 @@ class RawSocket {
       if (recv(fd_.get(), sink, sizeof(sink), 0) <= 0) return true;
     }
   }
+  /// Nothing has come, and the peer has not closed.
+  bool Open() const {
+    char byte;
+    return recv(fd_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN;
+  }
   void Close() { fd_.reset(); }
   int fd() const { return fd_.get(); }
 

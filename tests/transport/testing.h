@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <cstring>
 #include <deque>
@@ -24,6 +25,16 @@ namespace Atoll::transport::testing {
 /// A hang limit, far above what anything here takes.
 inline constexpr absl::Duration kLimit = absl::Seconds(60);
 inline constexpr char kKey[] = "sixteen bytes or more of a test key";
+
+/// Waits for counters, which tell nobody when they change. False at the limit.
+template <class Condition>
+bool Poll(Condition&& condition) {
+  for (int64_t left_ms = absl::ToInt64Milliseconds(kLimit); left_ms > 0; --left_ms) {
+    if (condition()) return true;
+    poll(nullptr, 0, 1);
+  }
+  return false;
+}
 
 enum class Way { kTcp4, kTcp6, kUnix };
 
