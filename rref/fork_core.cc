@@ -13,7 +13,7 @@ using base::MemberId;
 using base::ObjectId;
 
 absl::Status ForkCore::Admit(const MemberId& holder) const {
-  if (departed_.contains(holder)) {
+  if (departed_.Contains(holder)) {
     return absl::UnavailableError(absl::StrCat(holder.ToString(), " is gone: its reference is refused"));
   }
   auto held = by_member_.find(holder);
@@ -173,12 +173,7 @@ absl::StatusOr<std::vector<ObjectId>> ForkCore::Release(const ForkId& fork, cons
 
 std::vector<ObjectId> ForkCore::PeerGone(const MemberId& member) {
   std::vector<ObjectId> dropped;
-  if (!departed_.insert(member).second) return dropped;
-  departed_order_.push_back(member);
-  if (departed_order_.size() > limits_.departed_members) {
-    departed_.erase(departed_order_.front());
-    departed_order_.pop_front();
-  }
+  if (!departed_.Add(member, absl::OkStatus())) return dropped;
   auto held = by_member_.find(member);
   if (held == by_member_.end()) return dropped;
   const std::vector<ForkId> forks(held->second.begin(), held->second.end());

@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <string>
 #include <vector>
 
@@ -19,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "atoll/base/ids.h"
+#include "atoll/rref/departed_core.h"
 
 namespace Atoll::rref {
 
@@ -27,11 +27,12 @@ class ForkCore {
   struct Limits {
     size_t objects = size_t{1} << 20;
     size_t forks_per_member = size_t{1} << 20;  ///< Held, asked for and marked as released early.
-    size_t departed_members = size_t{1} << 16;  ///< Remembered, so that their late messages are refused.
+    size_t departed_members = kMostDeparted;    ///< Remembered, so that their late messages are refused.
   };
   /// Object ids are made from `self`.
   explicit ForkCore(base::Incarnation self) : ForkCore(self, Limits{}) {}
-  ForkCore(base::Incarnation self, Limits limits) : self_(self), limits_(limits) {}
+  ForkCore(base::Incarnation self, Limits limits)
+      : self_(self), limits_(limits), departed_(limits.departed_members) {}
 
   /// What a creation leads to.
   struct Begin {
@@ -120,8 +121,7 @@ class ForkCore {
   absl::flat_hash_map<std::string, base::ObjectId> names_;
   absl::flat_hash_map<base::ForkId, Fork> forks_;
   absl::flat_hash_map<base::MemberId, absl::flat_hash_set<base::ForkId>> by_member_;
-  absl::flat_hash_set<base::MemberId> departed_;
-  std::deque<base::MemberId> departed_order_;  // Oldest first: forgotten beyond the limit.
+  Departed departed_;
 };
 
 }  // namespace Atoll::rref

@@ -1,8 +1,6 @@
 #include <exception>
 #include <utility>
 
-#include <ATen/ops/empty.h>
-
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/rref/space.h"
@@ -10,6 +8,9 @@
 
 namespace Atoll::rref {
 namespace {
+
+// Of the buffers that requests to objects landed in, this much is kept for use again.
+constexpr size_t kKeepBufferBytes = size_t{64} << 20;
 
 absl::Status ClosedError() { return absl::FailedPreconditionError("the object space is shut down"); }
 
@@ -46,20 +47,14 @@ absl::StatusOr<std::shared_ptr<Object>> RunFactory(const Factory& factory, const
 absl::StatusOr<std::vector<at::Tensor>> Object::Allocate(const base::MemberId& caller,
                                                          const rpc::MethodId& method, absl::string_view body,
                                                          absl::Span<const rpc::TensorMeta> metas) {
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(metas.size());
-  try {
-    for (const rpc::TensorMeta& meta : metas) {
-      tensors.push_back(at::empty(meta.sizes, at::TensorOptions().dtype(meta.dtype)));
-    }
-  } catch (const std::exception& error) {
-    return absl::ResourceExhaustedError(absl::StrCat("no memory for a request's tensors: ", error.what()));
-  }
-  return tensors;
+  return std::vector<at::Tensor>();
 }
 
 Space::Space(rpc::Agent* agent)
-    : agent_(agent), events_(base::SerialExecutor::Create(agent->pool())), core_(agent->self().incarnation) {}
+    : agent_(agent),
+      events_(base::SerialExecutor::Create(agent->pool())),
+      buffers_(rpc::BufferPool::Create(kKeepBufferBytes)),
+      core_(agent->self().incarnation) {}
 
 absl::Status Space::Serve() {
   // The agent keeps the handlers until its end: they hold us weakly.
@@ -94,6 +89,8 @@ void Space::Close() {
     objects.swap(objects_);
     waiting.swap(waiting_);
     classes_.clear();
+    auto unused = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; };
+    mu_.Await(absl::Condition(&unused));
   }
   for (auto& [fork, responder] : waiting) std::move(responder).Reply(ClosingError());
 }
@@ -118,21 +115,25 @@ base::ForkId Space::NewFork() {
   return base::ForkId{agent_->self().incarnation, next_fork_++};
 }
 
-absl::StatusOr<rpc::Agent*> Space::agent() const {
+absl::StatusOr<Space::AgentUse> Space::UseAgent() const {
   ATOLL_RETURN_IF_ERROR(fork_mark_.Check("ObjectSpace"));
   absl::MutexLock lock(&mu_);
-  if (closed_) return ClosedError();
-  return agent_;
+  if (closed_) return base::WithRan(ClosedError(), base::Ran::kNo);
+  ++uses_;
+  return AgentUse(agent_, EndUse{shared_from_this()});
 }
 
-absl::StatusOr<rpc::Agent*> Space::AgentFor(const base::MemberId& owner) const {
-  ATOLL_RETURN_IF_ERROR(fork_mark_.Check("RRef"));
+void Space::EndUse::operator()(rpc::Agent*) const {
+  absl::MutexLock lock(&space->mu_);
+  --space->uses_;
+}
+
+absl::Status Space::CheckOwner(const base::MemberId& owner) const {
   absl::MutexLock lock(&mu_);
-  if (closed_) return ClosedError();
-  auto gone = gone_.find(owner);
-  if (gone == gone_.end()) return agent_;
+  const absl::Status* why = gone_.Find(owner);
+  if (why == nullptr) return absl::OkStatus();
   return base::WithRan(absl::UnavailableError(absl::StrCat("the object's owner ", owner.ToString(),
-                                                           " is gone: ", gone->second.message())),
+                                                           " is gone: ", why->message())),
                        base::Ran::kNo);
 }
 
@@ -270,11 +271,22 @@ absl::StatusOr<std::vector<at::Tensor>> Space::AllocateForCall(const base::Membe
   auto object = Local(prefix->object);
   ATOLL_RETURN_IF_ERROR(object.status());
   auto tensors = (*object)->Allocate(caller, prefix->method, body.substr(prefix->request_at), metas);
-  if (object->use_count() == 1) {
-    // The last holder let go meanwhile: its destructor does not run on this loop.
-    agent_->pool()->Schedule([last = *std::move(object)] {});
+  LetGo(prefix->object, *std::move(object));
+  if (!tensors.ok() || !tensors->empty()) return tensors;
+  for (const rpc::TensorMeta& meta : metas) {
+    ATOLL_ASSIGN_OR_RETURN(at::Tensor tensor, buffers_->Allocate(meta));
+    tensors->push_back(std::move(tensor));
   }
   return tensors;
+}
+
+void Space::LetGo(const base::ObjectId& id, std::shared_ptr<Object> object) {
+  {
+    absl::MutexLock lock(&mu_);
+    auto found = objects_.find(id);
+    if (found != objects_.end() && found->second.object == object) object = nullptr;  // Not the last.
+  }
+  if (object != nullptr) agent_->pool()->Schedule([object = std::move(object)] {});
 }
 
 absl::StatusOr<std::shared_ptr<Object>> Space::Local(const base::ObjectId& id) const {
@@ -334,7 +346,7 @@ void Space::OnPeerGone(const base::MemberId& member, absl::Status reason) {
     absl::MutexLock lock(&mu_);
     if (closed_ || member == agent_->self()) return;
     const absl::Status why = reason.ok() ? absl::UnavailableError("it left the job") : reason;
-    if (!gone_.emplace(member, why).second) return;
+    if (!gone_.Add(member, why)) return;
     dropped = core_.PeerGone(member);
   }
   Drop(dropped);

@@ -1,8 +1,9 @@
 #include "atoll/rref/rref.h"
 
-#include <atomic>
 #include <utility>
 
+#include "atoll/base/executor.h"
+#include "atoll/base/fork.h"
 #include "atoll/base/status.h"
 #include "atoll/rref/space.h"
 #include "atoll/rref/wire.h"
@@ -10,11 +11,33 @@
 namespace Atoll::rref {
 namespace {
 
-// Of a call that goes nowhere.
-void ReturnLoans(rpc::Payload& request) {
-  for (rpc::OutTensor& tensor : request.tensors) {
-    if (tensor.lent && tensor.on_return) std::exchange(tensor.on_return, nullptr)();
-  }
+// For ends of calls where no agent is left to run them. Of the process: references may outlive all else.
+// Null: none.
+base::Executor* Orphans() {
+  struct Threads {
+    base::ForkMark mark;
+    base::ThreadPool pool{{.name = "rref-ends", .threads = 1}};
+  };
+  static auto* const threads = new Threads;
+  return threads->mark.in_child() ? nullptr : &threads->pool;
+}
+
+// Those of a reference into `space` (or nullptr). A child of fork has no other thread.
+base::Executor* OrphansOf(const Space* space) {
+  return space != nullptr && space->fork_mark().in_child() ? nullptr : Orphans();
+}
+
+// Ends a call that goes nowhere, on `executor`; null: here. Never inside Call where there is another thread:
+// the caller may hold a lock that its callbacks take.
+void Refuse(base::Executor* executor, rpc::Payload request, rpc::OnReply on_reply, absl::Status why) {
+  base::Task end = [request = std::move(request), on_reply = std::move(on_reply),
+                    why = std::move(why)]() mutable {
+    for (rpc::OutTensor& tensor : request.tensors) {
+      if (tensor.lent && tensor.on_return) std::move(tensor.on_return)();
+    }
+    std::move(on_reply)(std::move(why));
+  };
+  executor == nullptr ? std::move(end)() : executor->Schedule(std::move(end));
 }
 
 }  // namespace
@@ -28,11 +51,12 @@ struct RRef::State {
   // Tells the owner, where both are still there to talk.
   base::Future<base::Unit> Release() {
     auto held = space.lock();
-    absl::StatusOr<rpc::Agent*> agent = absl::FailedPreconditionError("the object space is shut down");
-    if (held != nullptr) agent = held->AgentFor(owner);
-    if (!agent.ok()) {
+    absl::StatusOr<Space::AgentUse> agent = absl::FailedPreconditionError("the object space is shut down");
+    if (held != nullptr) agent = held->UseAgent();
+    const absl::Status status = agent.ok() ? held->CheckOwner(owner) : agent.status();
+    if (!status.ok()) {
       base::Promise<base::Unit> promise;
-      promise.Set(agent.status());
+      promise.Set(status);
       return promise.future();
     }
     rpc::Payload request;
@@ -65,25 +89,21 @@ base::ObjectId RRef::id() const { return state_ == nullptr ? base::ObjectId{} : 
 void RRef::Call(const rpc::MethodId& method, rpc::Payload request, rpc::CallOptions options,
                 rpc::OnReply on_reply) const {
   if (state_ == nullptr) {
-    ReturnLoans(request);
-    std::move(on_reply)(base::WithRan(
-        absl::FailedPreconditionError("the reference is empty: it was moved or released"), base::Ran::kNo));
-    return;
+    return Refuse(
+        Orphans(), std::move(request), std::move(on_reply),
+        base::WithRan(absl::FailedPreconditionError("the reference is empty: it was moved or released"),
+                      base::Ran::kNo));
   }
   auto space = state_->space.lock();
-  absl::StatusOr<rpc::Agent*> agent = base::WithRan(
+  absl::StatusOr<Space::AgentUse> agent = base::WithRan(
       absl::FailedPreconditionError("the object space of this reference is shut down"), base::Ran::kNo);
-  if (space != nullptr) agent = space->AgentFor(state_->owner);
-  if (!agent.ok()) {
-    ReturnLoans(request);
-    absl::Status status = base::Annotate(agent.status(), method.name);
-    if (space == nullptr || !absl::IsUnavailable(status)) return std::move(on_reply)(std::move(status));
-    // Never inside Call: the caller may hold a lock that its callback takes.
-    space->raw_agent()->pool()->Schedule(
-        [status = std::move(status), on_reply = std::move(on_reply)]() mutable {
-          std::move(on_reply)(std::move(status));
-        });
-    return;
+  if (space != nullptr) agent = space->UseAgent();
+  absl::Status status = base::WithRan(CheckMethod(method), base::Ran::kNo);
+  if (status.ok()) status = base::Annotate(agent.status(), method.name);
+  if (status.ok()) status = base::Annotate(space->CheckOwner(state_->owner), method.name);
+  if (!status.ok()) {
+    base::Executor* const executor = agent.ok() ? (*agent)->pool() : OrphansOf(space.get());
+    return Refuse(executor, std::move(request), std::move(on_reply), std::move(status));
   }
   request.body = Encode(CallPrefix{state_->id, method}, request.body);
   (*agent)->Call(
@@ -157,10 +177,12 @@ class ObjectSpaceImpl : public ObjectSpace {
   base::Future<std::shared_ptr<RRef>> NewReference(absl::string_view owner, const rpc::MethodId& method,
                                                    rpc::Payload request, base::ForkId fork) {
     base::Promise<std::shared_ptr<RRef>> promise;
-    auto agent = space_->agent();
+    auto agent = space_->UseAgent();
     if (!agent.ok()) {
-      ReturnLoans(request);
-      promise.Set(agent.status());
+      Refuse(
+          OrphansOf(space_.get()), std::move(request),
+          [promise](const absl::StatusOr<rpc::Received>& refused) { promise.Set(refused.status()); },
+          agent.status());
       return promise.future();
     }
     (*agent)->Call(
@@ -186,7 +208,7 @@ class ObjectSpaceImpl : public ObjectSpace {
     // The owner may hold the reference, or come to: it is told that nobody wants it.
     auto space = weak.lock();
     if (space != nullptr && base::GetRan(id.status()) == base::Ran::kMaybe) {
-      auto agent = space->agent();
+      auto agent = space->UseAgent();
       if (agent.ok()) {
         rpc::Payload release;
         release.body = Encode(fork);

@@ -25,7 +25,8 @@ class Object {
   virtual ~Object() = default;
   /// Runs `call.method` (a name in the object's own terms). Answers through call.responder, also later.
   virtual void Call(rpc::ServerCall call) = 0;
-  /// Where the tensors of a request land; see rpc::MethodOptions::allocate. Default: fresh memory.
+  /// Where the tensors of a request land; see rpc::MethodOptions::allocate. None (the default) leaves it to
+  /// the space: fresh memory where each meta says, on the CPU of buffers that are used again.
   virtual absl::StatusOr<std::vector<at::Tensor>> Allocate(const base::MemberId& caller,
                                                            const rpc::MethodId& method,
                                                            absl::string_view body,
@@ -40,9 +41,9 @@ using Factory = std::function<absl::StatusOr<std::shared_ptr<Object>>(const base
 
 class ObjectSpace;
 
-/// One reference. Movable, not copyable (Share makes another); its destruction tells the owner. Thread-safe
-/// to call. In a child of fork calls fail with FailedPrecondition, and its destruction tells nobody: the parent
-/// has it still.
+/// One reference. Movable, not copyable (Find makes another of a pinned object); its destruction tells the
+/// owner. Thread-safe to call. In a child of fork calls fail with FailedPrecondition, and its destruction
+/// tells nobody: the parent has it still.
 class RRef {
  public:
   RRef();
@@ -54,7 +55,10 @@ class RRef {
   const base::MemberId& owner() const;
   base::ObjectId id() const;
 
-  /// Calls a method of the object; errors as of Agent::Call, and NotFound if the owner holds it no more.
+  /// Calls a method of the object (a name as of rpc::MethodId). As Agent::Call, its errors and where
+  /// `on_reply` and the ends of loans run too; NotFound if the owner holds the object no more.
+  /// FailedPrecondition (ran: no) if this is empty or its space is gone: with no agent left those run on a
+  /// thread of the process.
   void Call(const rpc::MethodId& method, rpc::Payload request, rpc::CallOptions options,
             rpc::OnReply on_reply) const;
   base::Future<rpc::Received> Call(const rpc::MethodId& method, rpc::Payload request,
@@ -68,7 +72,8 @@ class RRef {
   std::shared_ptr<State> state_;
 };
 
-/// Thread-safe. In a child of fork it fails with FailedPrecondition, and its destructor does nothing.
+/// Thread-safe. Its destructor waits for references that are just making a call, in other threads; those may
+/// outlive it. In a child of fork it fails with FailedPrecondition, and its destructor does nothing.
 class ObjectSpace {
  public:
   /// `agent` must outlive it. Registers rref's methods there.

@@ -2,8 +2,10 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/wire.h"
 
 namespace Atoll::rref {
 namespace {
@@ -106,6 +108,12 @@ absl::StatusOr<base::ObjectId> DecodeObject(absl::string_view body) {
   return id;
 }
 
+absl::Status CheckMethod(const rpc::MethodId& method) {
+  if (rpc::ValidMethodName(method.name)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("a method's name is 1 to ", rpc::kMaxMethodName, " bytes of [a-z0-9_.]"));
+}
+
 std::string Encode(const CallPrefix& prefix, absl::string_view request) {
   ByteWriter writer;
   PutId(writer, prefix.object);
@@ -119,10 +127,11 @@ absl::StatusOr<CallPrefix> DecodeCall(absl::string_view body) {
   ByteReader reader(body);
   CallPrefix prefix;
   prefix.object = GetId<base::ObjectId>(reader);
-  prefix.method.name = std::string(reader.GetString(kMaxMethodNameBytes));
+  prefix.method.name = std::string(reader.GetString(rpc::kMaxMethodName));
   prefix.method.version = reader.Get<uint32_t>();
   prefix.request_at = reader.position();
   ATOLL_RETURN_IF_ERROR(reader.status());
+  ATOLL_RETURN_IF_ERROR(CheckMethod(prefix.method));
   return prefix;
 }
 

@@ -14,7 +14,6 @@ namespace Atoll::rref {
 
 inline constexpr size_t kMaxClassNameBytes = 128;
 inline constexpr size_t kMaxPinnedNameBytes = 512;
-inline constexpr size_t kMaxMethodNameBytes = 128;
 
 const rpc::MethodId& CreateMethod();   ///< "rref.create": CreateRequest and the arguments; an object id.
 const rpc::MethodId& FindMethod();     ///< "rref.find": FindRequest; an object id.
@@ -48,6 +47,8 @@ struct CallPrefix {
   rpc::MethodId method;
   size_t request_at = 0;  ///< Where the method's own body begins (set by the decoder).
 };
+/// InvalidArgument unless its name is one (rpc::MethodId): names reach logs and error texts.
+absl::Status CheckMethod(const rpc::MethodId& method);
 std::string Encode(const CallPrefix& prefix, absl::string_view request);
 absl::StatusOr<CallPrefix> DecodeCall(absl::string_view body);
 

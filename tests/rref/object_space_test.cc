@@ -193,6 +193,39 @@ TEST_F(ObjectSpaceTest, AnOwnersDeathFailsCallsWithItsName) {
   owner_->agent->RemovePeer(ann_->agent->self(), absl::OkStatus());  // Else its end waits for ann's.
 }
 
+TEST_F(ObjectSpaceTest, ACallThatGoesNowhereEndsInAnotherThread) {
+  auto rref = Make(*ann_, "x");
+  EXPECT_EQ(RefusedElsewhere(*rref, "odd\nname").code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(RefusedElsewhere(*rref, std::string(129, 'a')).code(), absl::StatusCode::kInvalidArgument);
+  ann_->objects->OnPeerGone(owner_->agent->self(), absl::UnavailableError("owner was killed"));
+  EXPECT_EQ(RefusedElsewhere(*rref, "get").code(), absl::StatusCode::kUnavailable);
+}
+
+TEST_F(ObjectSpaceTest, TensorsOfAnObjectWithoutAnOpinionLandInPages) {
+  auto rref = Make(*ann_, "x");
+  rpc::Payload request;
+  request.tensors.push_back(rpc::Copy(at::ones({1 << 18})));
+  request.tensors.push_back(rpc::Copy(at::ones({1 << 18})));
+  auto reply = rref->Call({"pages"}, std::move(request)).Wait(kHang);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->body, "yy");
+}
+
+TEST_F(ObjectSpaceTest, AnObjectGivenUpWhileARequestLandsEndsOnThePool) {
+  auto rref = Make(*ann_, "x");
+  std::thread::id landed_on;
+  record_.OnAllocate([&] {
+    landed_on = std::this_thread::get_id();
+    owner_->objects->OnPeerGone(ann_->agent->self(), absl::UnavailableError("killed"));
+  });
+  rpc::Payload request;
+  request.tensors.push_back(rpc::Copy(at::ones({1 << 18})));
+  auto reply = rref->Call({"add_one"}, std::move(request)).Wait(kHang);
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kNotFound) << reply.status();
+  EXPECT_TRUE(record_.AwaitAlive(0));
+  EXPECT_NE(record_.last_destroyed_on(), landed_on);
+}
+
 TEST_F(ObjectSpaceTest, OwnersMayHoldTheirOwn) {
   auto rref = Make(*owner_, "own");
   EXPECT_EQ(*Get(*rref), "own!");

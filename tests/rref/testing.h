@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -14,6 +16,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "atoll/base/clock.h"
 #include "atoll/rref/rref.h"
 
 namespace Atoll::rref {
@@ -31,10 +34,25 @@ class Record {
   void Destroyed() {
     absl::MutexLock lock(&mu_);
     --alive_;
+    last_destroyed_on_ = std::this_thread::get_id();
   }
   void Allocated() {
+    std::function<void()> hook;
+    {
+      absl::MutexLock lock(&mu_);
+      ++allocated_;
+      hook = on_allocate_;
+    }
+    if (hook) hook();
+  }
+  /// Runs in each allocation for a request's tensors from now on.
+  void OnAllocate(std::function<void()> hook) {
     absl::MutexLock lock(&mu_);
-    ++allocated_;
+    on_allocate_ = std::move(hook);
+  }
+  std::thread::id last_destroyed_on() const {
+    absl::MutexLock lock(&mu_);
+    return last_destroyed_on_;
   }
   void Gone(const std::string& member) {
     absl::MutexLock lock(&mu_);
@@ -55,21 +73,24 @@ class Record {
   bool AwaitAlive(int count) const {
     auto reached = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return alive_ == count; };
     absl::MutexLock lock(&mu_);
-    return mu_.AwaitWithTimeout(absl::Condition(&reached), kHang);
+    return base::AwaitFor(mu_, absl::Condition(&reached), kHang);
   }
   bool AwaitGone(const std::vector<std::string>& members) const {
     auto reached = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return gone_ == members; };
     absl::MutexLock lock(&mu_);
-    return mu_.AwaitWithTimeout(absl::Condition(&reached), kHang);
+    return base::AwaitFor(mu_, absl::Condition(&reached), kHang);
   }
 
  private:
   mutable absl::Mutex mu_;
   int made_ ABSL_GUARDED_BY(mu_) = 0, alive_ ABSL_GUARDED_BY(mu_) = 0, allocated_ ABSL_GUARDED_BY(mu_) = 0;
+  std::function<void()> on_allocate_ ABSL_GUARDED_BY(mu_);
+  std::thread::id last_destroyed_on_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> gone_ ABSL_GUARDED_BY(mu_);
 };
 
-/// Methods: "get" gives the text it was made with, "add_one" its tensors plus one, "hang" never answers.
+/// Methods: "get" gives the text it was made with, "add_one" its tensors plus one, "pages" says of each
+/// tensor whether it begins on a page, "hang" never answers.
 class TestObject : public Object {
  public:
   TestObject(std::string text, Record* record) : text_(std::move(text)), record_(record) { record_->Made(); }
@@ -81,6 +102,10 @@ class TestObject : public Object {
       reply.body = text_ + call.request.body;
     } else if (call.method.name == "add_one") {
       for (at::Tensor& tensor : call.request.tensors) reply.tensors.push_back(rpc::Copy(tensor.add(1)));
+    } else if (call.method.name == "pages") {
+      for (const at::Tensor& tensor : call.request.tensors) {
+        reply.body += reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 4096 == 0 ? 'y' : 'n';
+      }
     } else if (call.method.name == "hang") {
       absl::MutexLock lock(&mu_);
       hanging_.push_back(std::move(call.responder));
@@ -120,6 +145,30 @@ inline rpc::Payload Body(std::string body) {
   rpc::Payload payload;
   payload.body = std::move(body);
   return payload;
+}
+
+/// Makes a call that cannot be sent, with a loan. Expects that the loan ends, then the call, each once and in
+/// another thread than this: a caller may hold what they lock.
+inline absl::Status RefusedElsewhere(const RRef& rref, const std::string& method) {
+  absl::Notification done;
+  absl::Status status;
+  std::thread::id returned_on, replied_on;
+  rpc::Payload request;
+  request.tensors.push_back(rpc::Lend(at::zeros({4}), [&] {
+    EXPECT_EQ(returned_on, std::thread::id());
+    returned_on = std::this_thread::get_id();
+  }));
+  rref.Call({method}, std::move(request), {}, [&](absl::StatusOr<rpc::Received> reply) {
+    replied_on = std::this_thread::get_id();
+    EXPECT_NE(returned_on, std::thread::id());
+    status = reply.status();
+    done.Notify();
+  });
+  EXPECT_TRUE(done.WaitForNotificationWithTimeout(kHang));
+  EXPECT_NE(returned_on, std::this_thread::get_id());
+  EXPECT_NE(replied_on, std::this_thread::get_id());
+  EXPECT_EQ(base::GetRan(status), base::Ran::kNo) << status;
+  return status;
 }
 
 }  // namespace Atoll::rref
