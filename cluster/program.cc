@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/cluster/agent_store.h"
@@ -94,7 +95,7 @@ void SignalWatch::Run() {
     int timeout = -1;
     if (give_up != absl::InfiniteFuture()) {
       timeout = static_cast<int>(std::max<int64_t>(
-          0, absl::ToInt64Milliseconds(absl::Ceil(give_up - absl::Now(), absl::Milliseconds(1)))));
+          0, absl::ToInt64Milliseconds(absl::Ceil(give_up - base::Now(), absl::Milliseconds(1)))));
     }
     const int ready = poll(fds, 2, timeout);
     if (ready < 0 && errno == EINTR) continue;
@@ -119,7 +120,7 @@ void SignalWatch::Run() {
     }
     if (!ask) EndAtOnce(who_, absl::StrCat(SignalName(number), " before the job began: ending"), number);
     signal_.store(number, std::memory_order_release);
-    give_up = absl::Now() + grace_;
+    give_up = base::Now() + grace_;
     const std::string line = absl::StrCat(who_, ": ", SignalName(number), ": ending in order\n");
     (void)!write(STDERR_FILENO, line.data(), line.size());
     ask(number);

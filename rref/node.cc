@@ -5,7 +5,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
@@ -109,7 +109,7 @@ absl::Status NodeImpl::Join(const NodeOptions& options) {
   membership.world_size = launch_.world_size;
   membership.lease = options.lease;
   membership.join_limit = launch_.join_limit;
-  const absl::Time limit = absl::Now() + launch_.join_limit;
+  const absl::Time limit = base::Now() + launch_.join_limit;
   if (launch_.is_coordinator()) {
     ATOLL_ASSIGN_OR_RETURN(membership_, rpc::Membership::Serve(agent_.get(), membership));
     Watch(options);
@@ -122,12 +122,12 @@ absl::Status NodeImpl::Join(const NodeOptions& options) {
     if (launch_.agent_store) {
       ATOLL_ASSIGN_OR_RETURN(coordinator.front(), cluster::FindCoordinator(launch_, launch_.join_limit));
     }
-    membership.join_limit = std::max(limit - absl::Now(), absl::Seconds(1));
+    membership.join_limit = std::max(limit - base::Now(), absl::Seconds(1));
     ATOLL_ASSIGN_OR_RETURN(membership_,
                            rpc::Membership::Join(agent_.get(), std::move(coordinator), membership));
     Watch(options);
   }
-  return membership_->WaitForAll(std::max(limit - absl::Now(), absl::Seconds(1)));
+  return membership_->WaitForAll(std::max(limit - base::Now(), absl::Seconds(1)));
 }
 
 void NodeImpl::Watch(const NodeOptions& options) {
@@ -150,8 +150,8 @@ absl::Status NodeImpl::Stop(absl::Duration limit, const absl::Status& why) {
   absl::MutexLock lock(&stop_mu_);
   if (stopped_) return stop_status_;
   stopped_ = true;
-  const absl::Time end = absl::Now() + limit;
-  auto left = [&] { return std::max(end - absl::Now(), absl::Milliseconds(100)); };
+  const absl::Time end = base::Now() + limit;
+  auto left = [&] { return std::max(end - base::Now(), absl::Milliseconds(100)); };
   if (membership_ != nullptr) stop_status_.Update(membership_->Leave(left(), why));
   if (agent_ != nullptr) stop_status_.Update(agent_->Shutdown(left()));
   if (endpoint_ != nullptr) endpoint_->Close();

@@ -26,9 +26,9 @@ struct NodeOptions {
   std::function<void(rpc::Membership&)> on_joined;
 };
 
-/// Thread-safe. The destructor is Stop with 5 s, and tells the others that this process failed. It belongs to the
-/// process that made it: in a child of fork it and its parts fail with FailedPrecondition before a byte is sent,
-/// and the destructor does nothing (docs/errors.md).
+/// Thread-safe. The destructor is Stop with 5 s, and tells the others that this process failed. It belongs to
+/// the process that made it: in a child of fork it and its parts fail with FailedPrecondition before a byte
+/// is sent, and the destructor does nothing (docs/errors.md).
 class Node {
  public:
   /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there
@@ -43,8 +43,11 @@ class Node {
   virtual rpc::Membership& membership() = 0;
   virtual ObjectSpace& objects() = 0;
 
-  /// Leaves in order: refuses, drains, leaves, closes, joins. Bounded by `limit`; the error says what was
-  /// left. Idempotent. The others are told `why` if it is an error: that this process failed.
+  /// Leaves in order: refuses, drains, leaves, closes, joins. `limit` is for what others decide: the
+  /// coordinator waits for the rest to leave, everybody for what is unsent to be received and for handlers to
+  /// end. When it has passed, what is left is dropped, and the error says what. Telling that we go and
+  /// closing may come on top: up to 1.5 s, and the end of a look-up of a host's name that is under way.
+  /// Idempotent. The others are told `why` if it is an error: that this process failed.
   virtual absl::Status Stop(absl::Duration limit, const absl::Status& why = absl::OkStatus()) = 0;
 };
 

@@ -126,8 +126,8 @@ LifetimeCore::Verdict Owner::Await(std::vector<std::string>* lines) {
     const absl::Time next = watch_->core.NextCheck();
     const absl::Duration wait =
         next == absl::InfiniteFuture() ? absl::InfiniteDuration() : next - watch_->clock.Now();
-    watch_->mu.AwaitWithTimeout(absl::Condition(watch_.get(), &Watch::Changed),
-                                std::max(wait, absl::ZeroDuration()));
+    base::AwaitFor(watch_->mu, absl::Condition(watch_.get(), &Watch::Changed),
+                   std::max(wait, absl::ZeroDuration()));
   }
   *lines = std::exchange(watch_->lines, {});
   if (verdict != LifetimeCore::Verdict::kServe) watch_->over = true;

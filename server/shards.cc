@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/future.h"
 #include "atoll/base/status.h"
 #include "atoll/shard_optim/messages.h"
@@ -15,7 +16,7 @@ absl::StatusOr<shard_optim::Info::Reply> AskInfo(rref::Object& object, absl::Dur
   const base::Promise<std::string> promise;
   rpc::ServerCall call;
   call.method = shard_optim::Info::Method();
-  call.deadline = absl::Now() + limit;
+  call.deadline = base::Now() + limit;
   call.cancelled = [] { return false; };
   call.responder = rpc::Responder::From([promise](absl::StatusOr<rpc::Payload> reply) {
     promise.Set(reply.ok() ? absl::StatusOr<std::string>(std::move(reply->body)) : reply.status());
