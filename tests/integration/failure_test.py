@@ -1,8 +1,7 @@
 """Processes that are killed, stopped or told to end, while the job runs."""
 import signal
-import unittest
 
-from harness import JobTest
+from harness import JobTest, run_side_by_side
 
 # Two steps an epoch: a progress line comes at once, and thousands of steps are still to be done.
 LONG = ["--data=synthetic:64", "--epochs=1000000", "--evaluate=false"]
@@ -23,7 +22,7 @@ class Failures(JobTest):
         self.assertEqual(summary["fewest_contributors"], 1)
 
     def test_a_stopped_worker_is_declared_dead_and_hears_of_it(self):
-        job = self.job(common=["--lease=2s"], worker=SOME).start().wait_training()
+        job = self.job(common=["--lease=4s"], worker=SOME).start().wait_training()
         job.workers[1].signal(signal.SIGSTOP)
         self.expect_code(job.workers[0], 0)
         self.assertEqual(job.workers[0].done()["fewest_contributors"], 1)
@@ -40,7 +39,7 @@ class Failures(JobTest):
         self.expect_error(job.owners[0], 1, "owner1 died")
 
     def test_a_killed_coordinator_ends_the_job_with_its_name(self):
-        job = self.job(common=["--lease=2s"], worker=LONG).start().wait_training()
+        job = self.job(common=["--lease=4s"], worker=LONG).start().wait_training()
         job.owners[0].signal(signal.SIGKILL)
         for worker in job.workers:
             self.expect_error(worker, 1, "owner0")
@@ -99,4 +98,4 @@ class Failures(JobTest):
 
 
 if __name__ == "__main__":
-    unittest.main(verbosity=2)
+    run_side_by_side()

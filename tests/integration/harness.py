@@ -3,11 +3,13 @@
 Nothing here sleeps: a test waits for a line, or for an end, each with a hang limit that is far beyond what it
 should take on a busy machine.
 """
+import concurrent.futures
 import ctypes
 import json
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -22,11 +24,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 from loopback import free_port  # pylint: disable=wrong-import-position
 HANG_LIMIT_S = float(os.environ.get("ATOLL_TEST_HANG_LIMIT", "240"))
-_LIBC = ctypes.CDLL(None)
+_PRCTL = ctypes.CDLL(None).prctl
 
 
 def _die_with_parent():
-    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test leaves nothing behind either.
+    _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test leaves nothing behind either.
 
 
 class Process:
@@ -133,6 +135,23 @@ class Process:
                 f"\n--- standard error:\n{self.err}\n")
 
 
+def first_to_end(processes):
+    """One of `processes` that has ended, as soon as there is one."""
+    poll, by_descriptor = select.poll(), {}
+    try:
+        for process in processes:
+            descriptor = os.pidfd_open(process.process.pid)
+            by_descriptor[descriptor] = process
+            poll.register(descriptor, select.POLLIN)
+        ended = poll.poll(HANG_LIMIT_S * 1000)
+    finally:
+        for descriptor in by_descriptor:
+            os.close(descriptor)
+    if not ended:
+        raise AssertionError("none of them ends\n" + "".join(process.transcript() for process in processes))
+    return by_descriptor[ended[0][0]]
+
+
 class JobTest(unittest.TestCase):
     """Gives each test a folder and ends what it started."""
 
@@ -161,9 +180,13 @@ class JobTest(unittest.TestCase):
         self.processes.append(process)
         return process
 
+    def start_program(self, name, *flags, env=None):
+        """One of ours."""
+        return self.start(name, [os.path.join(BIN, name), *flags], env=env)
+
     def program(self, name, *flags, env=None):
         """One of ours, run to its end."""
-        process = self.start(name, [os.path.join(BIN, name), *flags], env=env)
+        process = self.start_program(name, *flags, env=env)
         process.wait()
         return process
 
@@ -190,8 +213,9 @@ class Job:
         self.test = test
         self.owner_count, self.worker_count = owners, workers
         self.port = free_port()
+        self.id = f"test-{os.getpid()}-{self.port}"
         self.common = [f"--owners={owners}", f"--workers={workers}", f"--coordinator=127.0.0.1:{self.port}",
-                       f"--job=test-{os.getpid()}-{self.port}", *common]
+                       f"--job={self.id}", *common]
         self.worker_flags = ["--model=linear", "--data=synthetic:256", "--epochs=2", "--batch=16",
                              f"--progress={progress}", *worker]
         self.per_worker = per_worker or {}
@@ -235,3 +259,28 @@ class Job:
 
 def monotonic():
     return time.monotonic()
+
+
+def run_side_by_side(at_a_time=4):
+    """unittest.main for tests that mostly wait: so many of them at a time, the named ones or all."""
+    names, module = sys.argv[1:], sys.modules["__main__"]
+    loader = unittest.TestLoader()
+    tests = loader.loadTestsFromNames(names, module) if names else loader.loadTestsFromModule(module)
+
+    def flat(suite):
+        return [test for part in suite for test in (flat(part) if isinstance(part, unittest.TestSuite) else [part])]
+
+    def run(test):
+        result, begin = unittest.TestResult(), monotonic()
+        test.run(result)
+        said = [trouble for _, trouble in result.errors + result.failures]
+        print(f"{test.id().removeprefix('__main__.')}: "
+              f"{'FAILED' if said else 'skipped' if result.skipped else 'ok'} after {monotonic() - begin:.1f} s",
+              flush=True)
+        return said
+
+    chosen = flat(tests)
+    with concurrent.futures.ThreadPoolExecutor(at_a_time) as pool:
+        troubles = [trouble for said in pool.map(run, chosen) for trouble in said]
+    print("\n".join(troubles + [f"{len(chosen)} tests, {len(troubles)} failures"]))
+    sys.exit(1 if troubles or not chosen else 0)

@@ -10,7 +10,8 @@ import struct
 import threading
 
 MAGIC = b"AtollTP\n"
-CHALLENGE, REFUSE_FINGERPRINT = 1, 4
+VERSION = 1
+CHALLENGE, REFUSE_VERSION, REFUSE_FINGERPRINT = 1, 2, 4
 NO_LANE = 255
 
 
@@ -25,7 +26,11 @@ def connect(address, limit_s):
         target = (host, int(port))
     # Blocking, since a Unix socket with a full backlog would say EAGAIN otherwise; with the hang limit.
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(limit_s), 0))
-    raw.connect(target)
+    try:
+        raw.connect(target)
+    except OSError:
+        raw.close()
+        raise
     raw.settimeout(limit_s)
     return raw
 
@@ -84,12 +89,27 @@ def frames(data):
     return result
 
 
+def parse(data, kinds):
+    """Values one after the other: s, a string; Q, a u64; B, a byte; n, a nonce or proof."""
+    values, at = [], 0
+    for kind in kinds:
+        if kind == "s":
+            size, = struct.unpack_from("<I", data, at)
+            at += 4
+        else:
+            size = 32 if kind == "n" else struct.calcsize(kind)
+        part = data[at:at + size]
+        values.append(part if kind in "sn" else struct.unpack("<" + kind, part)[0])
+        at += size
+    return values
+
+
 class Greeting:
     """Our side of one handshake, as a client."""
 
-    def __init__(self, job, key, fingerprint, name="stranger", listener=0, lane=0):
+    def __init__(self, job, key, fingerprint, name="stranger", listener=0, lane=0, version=VERSION):
         self.job, self.key, self.fingerprint, self.name = job, key, fingerprint, name
-        self.listener, self.lane = listener, lane
+        self.listener, self.lane, self.version = listener, lane, version
         self.incarnation = 1 + int.from_bytes(os.urandom(7), "little")
         self.nonce = os.urandom(32)
         self.server = None  # Name, incarnation, fingerprint, nonce.
@@ -101,7 +121,7 @@ class Greeting:
 
     def hello(self):
         body = self.body()
-        return MAGIC + struct.pack("<II", 1, len(body)) + body
+        return MAGIC + struct.pack("<II", self.version, len(body)) + body
 
     def take_reply(self, raw):
         """The kind of the reply (None: there was none) and its body."""
@@ -111,20 +131,13 @@ class Greeting:
         kind, size = struct.unpack("<BI", head)
         body = receive(raw, size)
         if kind == CHALLENGE:
-            parts = []
-            at = 0
-            for what in ("string", "u64", "string"):
-                size = 8 if what == "u64" else struct.unpack_from("<I", body, at)[0]
-                at += 0 if what == "u64" else 4
-                parts.append(body[at:at + size])
-                at += size
-            self.server = (parts[0], struct.unpack("<Q", parts[1])[0], parts[2], body[at:at + 32])
-            self.server_proof = body[at + 32:]
+            *server, self.server_proof = parse(body, "sQsnn")
+            self.server = tuple(server)
         return kind, body
 
     def proof(self, direction):
         name, incarnation, fingerprint, nonce = self.server
-        text = (string("atoll transport handshake") + string(direction) + struct.pack("<I", 1) + string(self.job) +
+        text = (string("atoll transport handshake") + string(direction) + struct.pack("<I", self.version) + string(self.job) +
                 string(self.name) + struct.pack("<Q", self.incarnation) + string(name) +
                 struct.pack("<Q", incarnation) + struct.pack("<BB", self.listener, self.lane) + string(self.nonce) +
                 string(nonce) + string(self.fingerprint) + string(fingerprint))
@@ -132,6 +145,48 @@ class Greeting:
 
     def server_knows_the_key(self):
         return hmac.compare_digest(self.server_proof, self.proof("server"))
+
+
+class Listener:
+    """Where a process of a job is expected, somebody else answers every hello with `answer(hello)`."""
+
+    def __init__(self, answer, limit_s):
+        self._answer, self._limit_s = answer, limit_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:
+                return
+            raw.settimeout(self._limit_s)
+            with raw:
+                head = receive(raw, 16)
+                body = receive(raw, struct.unpack_from("<I", head, 12)[0]) if len(head) == 16 else b""
+                send(raw, self._answer(body))
+                until_end(raw)
+
+    def close(self):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def refusal(kind, text):
+    return struct.pack("<B", kind) + string(text)
+
+
+def challenge(hello, key, name, fingerprint):
+    """What a server called `name` answers to a hello's body."""
+    job, client, incarnation, listener, lane, client_fingerprint, nonce = parse(hello, "ssQBBsn")
+    greeting = Greeting(job, key, client_fingerprint, client, listener, lane)
+    greeting.incarnation, greeting.nonce = incarnation, nonce
+    greeting.server = (name, greeting.incarnation + 1, fingerprint, os.urandom(32))
+    body = (string(name) + struct.pack("<Q", greeting.server[1]) + string(fingerprint) + greeting.server[3] +
+            greeting.proof("server"))
+    return struct.pack("<BI", CHALLENGE, len(body)) + body
 
 
 # TensorPipe's frames are libnop values.

@@ -1,11 +1,11 @@
 """Wrong input of every kind: one clear line, an exit code that is not 0, in bounded time."""
 import gzip
-import os
+import signal
 import socket
 import struct
-import unittest
 
-from harness import JobTest, free_port
+import raw_peer
+from harness import HANG_LIMIT_S, JobTest, first_to_end, free_port, run_side_by_side
 
 
 def idx_images(count, rows, columns):
@@ -56,15 +56,17 @@ class WrongFlags(JobTest):
         self.assertIn("convnet needs images of at least 4 x 4, but these are 3 x 9",
                       self.worker(f"--data={folder}", "--model=convnet"))
 
-    def test_wrong_numbers(self):
-        self.assertIn("lr", self.worker("--lr=-1"))
+    def test_numbers_of_training(self):
+        self.assertIn("lr is -1", self.worker("--lr=-1"))
         self.assertIn("beta2", self.worker("--beta2=1.5"))
         self.assertIn("batch is 0", self.worker("--batch=0"))
         self.assertIn("--threads=0", self.worker("--threads=0"))
+        self.assertIn("did you mean --model", self.worker("--modle=mlp"))
+
+    def test_numbers_of_the_job(self):
         self.assertIn("--lease=0", self.refused("atoll-server", "--lease=0"))
         self.assertIn("owners are ranks 0 to 0", self.refused("atoll-server", "--rank=1"))
         self.assertIn("should be from 0 to 1", self.worker("--rank=7"))
-        self.assertIn("did you mean --model", self.worker("--modle=mlp"))
 
     def test_wrong_keys(self):
         self.assertIn("open.key", self.refused(
@@ -94,35 +96,49 @@ class WrongJobs(JobTest):
                              f"--coordinator=127.0.0.1:{free_port()}", f"--key_file={self.key_file}")
         self.expect_error(owner, 1, "nosuchif0")
 
-    def test_a_rank_that_never_comes(self):
-        job = self.job(common=["--join_limit=2s"])
-        owner, worker = job.start_owner(0), job.start_worker(1)
-        self.expect_error(owner, 1, "1", "2")  # Ranks 1 and 2 are missing.
-        self.expect_error(worker, 1)
+    def test_ranks_that_never_come(self):
+        self.expect_error(self.job(common=["--join_limit=1s"]).start_owner(0), 1, "3 of 4 ranks did not come",
+                          ": 1, 2, 3")
+        job = self.job()
+        owner = job.start_owner(0)
+        owner.wait_line("waiting for job")
+        worker = job.start_worker(1, extra=["--join_limit=4s"])
+        self.expect_error(worker, 1, "2 of 4 ranks did not come within ")
+        self.assertRegex(worker.err, "s: 1, 2$")
+        owner.signal(signal.SIGTERM)
+        self.expect_code(owner, 143)
 
     def test_a_coordinator_that_never_comes(self):
         job = self.job(common=["--join_limit=1s"])
         self.expect_error(job.start_worker(0), 1, f"127.0.0.1:{job.port}")
 
-    def test_two_ranks_of_one_name(self):
+    def expect_one_refused(self, first, second, *texts):
+        """Of two (index, name) whichever comes later; the job, given its other worker, goes on without it."""
         job = self.job(owners=1, workers=2)
-        owner, first = job.start_owner(0), job.start_worker(0)
-        # Whichever of the two comes second is refused; the other is in the job.
-        twin = job.start_worker(0)
-        refused = None
-        while refused is None:
-            for process in (first, twin):
-                try:
-                    process.process.wait(timeout=0.2)
-                    refused = process
-                    break
-                except Exception:  # pylint: disable=broad-except
-                    continue
-        self.expect_error(refused, 1, "worker0")
-        job.start_worker(1)
-        for process in job.workers + [owner]:
+        job.start_owner(0)
+        refused = first_to_end([job.start_worker(index, extra=[f"--name={name}"]) for index, name in (first, second)])
+        self.expect_error(refused, 1, *texts)
+        missing = 1 if first[0] == second[0] or refused is job.workers[1] else 0
+        job.start_worker(missing, extra=["--name=eve"])
+        for process in job.workers + job.owners:
             if process is not refused:
                 self.expect_code(process, 0)
+
+    def test_two_of_one_rank(self):
+        self.expect_one_refused((0, "ada"), (0, "bob"), "ada#", "bob#", " (rank 1) cannot join: its rank belongs to ",
+                                " (rank 1), which is alive at ")
+
+    def test_two_of_one_name(self):
+        self.expect_one_refused((0, "ada"), (1, "ada"), "(rank 1)", "(rank 2)",
+                                " cannot join: its name belongs to ada#", ", which is alive at ")
+
+    def test_a_worker_of_the_coordinators_name(self):
+        job = self.job(owners=1, workers=1)
+        owner = job.start_owner(0)
+        self.expect_error(job.start_worker(0, extra=["--name=owner0"]), 1,
+                          "(rank 1) cannot join: its name belongs to the coordinator owner0#")
+        self.expect_code(job.start_worker(0), 0)
+        self.expect_code(owner, 0)
 
     def test_a_wrong_key(self):
         job = self.job(owners=1, workers=1)
@@ -141,32 +157,32 @@ class WrongJobs(JobTest):
         self.expect_code(owner, 0)
 
     def test_a_service_that_is_no_job_at_the_address(self):
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
-            other.listen()
-            port = other.getsockname()[1]
-            worker = self.start("worker0", [
-                os.path.join(os.environ["ATOLL_BIN"], "atoll-worker"), "--rank=1", "--owners=1", "--workers=1",
-                f"--coordinator=127.0.0.1:{port}", f"--key_file={self.key_file}", "--join_limit=2s",
-                "--data=synthetic"])
-            accepted, _ = other.accept()
-            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-            accepted.close()
-            self.expect_error(worker, 1, f"127.0.0.1:{port}")
+        other = raw_peer.Listener(lambda hello: b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", HANG_LIMIT_S)
+        self.addCleanup(other.close)
+        job = self.job(owners=1, workers=1)
+        address = f"127.0.0.1:{other.port}"
+        self.expect_error(job.start_worker(0, extra=[f"--coordinator={address}", "--join_limit=2s"]), 1,
+                          f"{address}: what answers there is not an Atoll endpoint")
 
     def test_workers_with_different_models(self):
-        job = self.job(per_worker={1: ["--model=mlp"]}).start()
-        codes = [worker.wait() for worker in job.workers]
-        self.assertIn(1, codes)
-        self.assertNotIn(2, codes)
-        text = "\n".join(worker.err for worker in job.workers)
-        self.assertRegex(text, r"hidden|output|differ")
+        job = self.job(owners=1, per_worker={1: ["--model=mlp"]}).start()
+        refused = first_to_end(job.workers)
+        self.expect_error(refused, 1, "attaching the model: owner0: ", "'output.weight'", "'hidden.weight'",
+                          "the worker's model 'model' is not the one of this shard")
+        # The other, whose model the owner has, waits in vain.
+        other, = (worker for worker in job.workers if worker is not refused)
+        other.signal(signal.SIGTERM)
+        self.expect_code(other, 143)
 
     def test_workers_with_different_learning_rates(self):
-        job = self.job(per_worker={1: ["--lr=0.5"]}).start()
-        self.assertIn(1, [worker.wait() for worker in job.workers])
-        self.assertRegex("\n".join(worker.err for worker in job.workers), r"lr|rate|differ|hyper")
+        job = self.job(owners=1, per_worker={1: ["--lr=0.5"]}).start()
+        codes = [worker.wait() for worker in job.workers]
+        self.assertEqual(sorted(codes), [0, 1])
+        refused = codes.index(1)
+        self.expect_error(job.workers[refused], 1, "owner0: push_gradient: ", "lr=0.001", "lr=0.5",
+                          f"hyper-parameters were set by worker {1 - refused}; worker {refused}'s differ")
+        self.assertEqual(job.workers[1 - refused].done()["fewest_contributors"], 1)
 
 
 if __name__ == "__main__":
-    unittest.main(verbosity=2)
+    run_side_by_side()
