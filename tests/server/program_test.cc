@@ -191,16 +191,20 @@ class Child {
     if (pid_ == 0) {
       SetUpProcess();
       {
+        int asked[2];
+        if (pipe2(asked, O_CLOEXEC) != 0) _exit(98);
         SignalWatch watch("child", grace);
-        std::atomic<bool> asked{false};
         if (orderly) {
-          watch.OnSignal([&asked, fds](int) {
+          watch.OnSignal([asked, fds](int) {
             (void)!write(fds[1], "a", 1);
-            asked = true;
+            (void)!write(asked[1], "a", 1);
           });
         }
         (void)!write(fds[1], "r", 1);
-        while (!(asked && ends)) usleep(1000);
+        char byte = 0;
+        do {  // Without an end: for ever, since the other end of the pipe is open here too.
+          if (read(asked[0], &byte, 1) != 1) _exit(97);
+        } while (!ends);
         if (watch.signal() == 0) _exit(99);
         _exit(watch.ExitWith(0));
       }
