@@ -137,10 +137,10 @@ class Greeting:
 
     def proof(self, direction):
         name, incarnation, fingerprint, nonce = self.server
-        text = (string("atoll transport handshake") + string(direction) + struct.pack("<I", self.version) + string(self.job) +
-                string(self.name) + struct.pack("<Q", self.incarnation) + string(name) +
-                struct.pack("<Q", incarnation) + struct.pack("<BB", self.listener, self.lane) + string(self.nonce) +
-                string(nonce) + string(self.fingerprint) + string(fingerprint))
+        text = (string("atoll transport handshake") + string(direction) + struct.pack("<I", self.version) +
+                string(self.job) + string(self.name) + struct.pack("<Q", self.incarnation) +
+                string(name) + struct.pack("<Q", incarnation) + struct.pack("<BB", self.listener, self.lane) +
+                string(self.nonce) + string(nonce) + string(self.fingerprint) + string(fingerprint))
         return hmac.new(self.key, text, hashlib.sha256).digest()
 
     def server_knows_the_key(self):
