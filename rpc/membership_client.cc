@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/transport/refusal.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -233,7 +233,7 @@ void MembershipClient::OnPeerDead(const base::MemberId& id, const absl::Status& 
     return Fail(
         absl::UnavailableError(absl::StrCat("the coordinator ", id.ToString(), " died: ", reason.message())));
   }
-  bool seen = absl::IsNotFound(reason) || absl::StrContains(reason.message(), "refused");
+  bool seen = absl::IsNotFound(reason) || transport::IsRefused(reason);
   DeathReport report;
   report.suspect = id;
   report.evidence =

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/session_state.h"
+#include "atoll/transport/refusal.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -33,9 +33,7 @@ SessionCore::Failure FailureOf(const absl::Status& status) {
     case absl::StatusCode::kInvalidArgument:
       return SessionCore::Failure::kFatal;
     case absl::StatusCode::kUnavailable:
-      // transport puts errno's own text in; every other reason may pass.
-      return absl::StrContains(status.message(), "refused") ? SessionCore::Failure::kRefused
-                                                            : SessionCore::Failure::kTransient;
+      return transport::IsRefused(status) ? SessionCore::Failure::kRefused : SessionCore::Failure::kTransient;
     case absl::StatusCode::kCancelled:  // Our own endpoint is closed.
       return SessionCore::Failure::kFatal;
     default:

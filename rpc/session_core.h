@@ -62,7 +62,7 @@ class SessionCore {
   /// Why a connection could not be made.
   enum class Failure {
     kTransient,  ///< Try again, up to the limit.
-    kRefused,    ///< Its host says that nobody listens.
+    kRefused,    ///< Its host says that nobody listens (transport::IsRefused).
     kFatal,      ///< Another incarnation answers, or it will never let us in.
   };
 

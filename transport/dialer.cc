@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "atoll/base/status.h"
+#include "atoll/transport/refusal.h"
 
 namespace Atoll::transport {
 namespace {
@@ -49,6 +50,7 @@ void Dialer::Start(Resolver::Result found) {
   names_timer_.reset();
   targets_ = std::move(found.targets);
   failures_ = std::move(found.failures);
+  untried_ = failures_.size();
   Next();
 }
 
@@ -103,12 +105,15 @@ void Dialer::GiveUp() {
   absl::StatusCode code = Weight(best->code()) > 1 ? best->code() : absl::StatusCode::kUnavailable;
   if (code == absl::StatusCode::kUnavailable && loop_.Now() >= deadline_)
     code = absl::StatusCode::kDeadlineExceeded;
+  // One that answers anything else, or nothing, may be alive.
+  const bool refused = code == absl::StatusCode::kUnavailable && failures_.size() > untried_ &&
+                       std::all_of(failures_.begin() + untried_, failures_.end(), IsRefused);
   const std::string name = expected_.name.empty() ? "the peer" : expected_.name;
   const std::string text = absl::StrJoin(failures_, "; ", [](std::string* out, const absl::Status& status) {
     absl::StrAppend(out, status.message());
   });
-  Finish(base::WithRan(absl::Status(code, absl::StrCat("cannot connect to ", name, ": ", text)),
-                       base::Ran::kNo));
+  const std::string message = absl::StrCat("cannot connect to ", name, ": ", text);
+  Finish(base::WithRan(refused ? RefusedError(message) : absl::Status(code, message), base::Ran::kNo));
 }
 
 void Dialer::Abort(absl::Status status) {

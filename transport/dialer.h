@@ -53,6 +53,7 @@ class Dialer : public std::enable_shared_from_this<Dialer> {
   absl::AnyInvocable<void()> on_done_;
   std::deque<Target> targets_;
   std::vector<absl::Status> failures_;
+  size_t untried_ = 0;  // The first of failures_.
   std::optional<Loop::TimerId> names_timer_;
   std::shared_ptr<Greeter> greeter_;
   std::shared_ptr<Pipe> pipe_;  // Being established.

@@ -81,7 +81,8 @@ class Endpoint {
   /// Unix names beside TCP addresses, nor for loopback beside others. `expected.name` must be the peer's name
   /// unless empty, `expected.incarnation` its incarnation unless 0. `done` runs once, on a loop
   /// thread, with the pipe or
-  ///   Unavailable: nobody answers (ran: no); the message has each address and what it said;
+  ///   Unavailable: nobody answers (ran: no); the message has each address and what it said; IsRefused
+  ///   (refusal.h) if all said that nobody listens;
   ///   NotFound: an endpoint answers, but it is another name or incarnation;
   ///   Unauthenticated: it does not know the job key, or we do not;
   ///   FailedPrecondition: another version, job, or set of transports; the text says which;

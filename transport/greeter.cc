@@ -57,7 +57,7 @@ absl::Status Greeter::Advance(uint32_t events) {
     int error = 0;
     socklen_t size = sizeof(error);
     getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0) return absl::UnavailableError(base::ErrnoStatus(error, "connect").message());
+    if (error != 0) return ConnectError(error);
     connecting_ = false;
     ATOLL_RETURN_IF_ERROR(PrepareConnected(fd_.get(), address_.family()));
   }

@@ -21,6 +21,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "atoll/base/status.h"
+#include "atoll/transport/refusal.h"
 
 namespace Atoll::transport {
 namespace {
@@ -315,12 +316,18 @@ absl::StatusOr<Fd> ListenUnix(const SocketAddress& address) {
   return fd;
 }
 
+absl::Status ConnectError(int error_number) {
+  const absl::Status status = base::ErrnoStatus(error_number, "connect");
+  return error_number == ECONNREFUSED ? RefusedError(status.message())
+                                      : absl::UnavailableError(status.message());
+}
+
 absl::StatusOr<Fd> StartConnect(const SocketAddress& address) {
   Fd fd(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd.valid()) return base::ErrnoStatus(errno, "socket");
-  // EAGAIN: a Unix listener's backlog is full; the caller sees it as a refusal.
+  // EAGAIN: a Unix listener's backlog is full, which passes.
   if (connect(fd.get(), address.raw(), address.size) != 0 && errno != EINPROGRESS) {
-    return absl::UnavailableError(base::ErrnoStatus(errno, "connect").message());
+    return ConnectError(errno);
   }
   return fd;
 }

@@ -79,6 +79,8 @@ SocketAddress UnixAddressOf(absl::string_view job, const base::MemberId& member)
 absl::StatusOr<Fd> ListenTcp(SocketAddress* address, int port, int port_count);
 absl::StatusOr<Fd> ListenUnix(const SocketAddress& address);
 
+/// Why a connect failed: Unavailable, which IsRefused where nobody listens.
+absl::Status ConnectError(int error_number);
 /// A socket whose connect has begun (it may even be done).
 absl::StatusOr<Fd> StartConnect(const SocketAddress& address);
 /// Sets what connected sockets need (TCP_NODELAY), and checks of a Unix socket that the process at the

@@ -1,5 +1,5 @@
-// Two or more agents in one process, over the fake transport and over the real one: the same tests run on
-// both.
+// Two or more agents in one process: the same tests run over the fake transport and over the real one, with
+// few worker threads and with many.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,6 +20,9 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "atoll/rpc/agent.h"
@@ -31,9 +34,61 @@ inline constexpr absl::Duration kHang = absl::Seconds(40);
 
 enum class Over { kFake, kReal };
 
-class AgentTest : public ::testing::TestWithParam<Over> {
+struct AgentSetup {
+  AgentSetup(Over over_in, int threads_in = 2) : over(over_in), threads(threads_in) {}
+  Over over;
+  int threads;  // Of each agent, where the test does not say.
+  friend bool operator==(const AgentSetup&, const AgentSetup&) = default;
+};
+
+// "Real16": over the real transport, with 16 threads.
+inline std::string NameOf(const ::testing::TestParamInfo<AgentSetup>& info) {
+  return absl::StrCat(info.param.over == Over::kFake ? "Fake" : "Real", info.param.threads);
+}
+
+#define INSTANTIATE_AGENT_TESTS(Fixture)                                                               \
+  INSTANTIATE_TEST_SUITE_P(Agents, Fixture,                                                            \
+                           ::testing::Values(AgentSetup{Over::kFake, 1}, AgentSetup{Over::kFake, 2},   \
+                                             AgentSetup{Over::kFake, 16}, AgentSetup{Over::kReal, 1},  \
+                                             AgentSetup{Over::kReal, 2}, AgentSetup{Over::kReal, 16}), \
+                           NameOf)
+#define INSTANTIATE_FAKE_AGENT_TESTS(Fixture)                                                        \
+  INSTANTIATE_TEST_SUITE_P(Agents, Fixture,                                                          \
+                           ::testing::Values(AgentSetup{Over::kFake, 1}, AgentSetup{Over::kFake, 2}, \
+                                             AgentSetup{Over::kFake, 16}),                           \
+                           NameOf)
+
+// Calls that wait for an answer. Thread-safe.
+class Parked {
+ public:
+  Handler handler() {
+    return [this](ServerCall call) { Park(std::move(call.responder)); };
+  }
+  void Park(Responder responder) {
+    absl::MutexLock lock(&mu_);
+    waiting_.push_back(std::move(responder));
+    ++arrived_;
+  }
+  // True once `count` have come in all, those taken included.
+  bool Await(int count) const {
+    auto there = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return arrived_ >= count; };
+    absl::MutexLock lock(&mu_);
+    return mu_.AwaitWithTimeout(absl::Condition(&there), kHang);
+  }
+  std::vector<Responder> Take() {
+    absl::MutexLock lock(&mu_);
+    return std::exchange(waiting_, {});
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  std::vector<Responder> waiting_ ABSL_GUARDED_BY(mu_);
+  int arrived_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+class AgentTest : public ::testing::TestWithParam<AgentSetup> {
  protected:
-  bool fake() const { return GetParam() == Over::kFake; }
+  bool fake() const { return GetParam().over == Over::kFake; }
 
   std::shared_ptr<transport::Endpoint> NewEndpoint(const base::MemberId& self) {
     if (fake()) return network_->CreateEndpoint(self);
@@ -46,7 +101,13 @@ class AgentTest : public ::testing::TestWithParam<Over> {
     return endpoint.ok() ? *endpoint : nullptr;
   }
 
-  Agent& Start(const std::string& name, AgentOptions options = {}) {
+  // With threads as the setup says, unless the test does.
+  Agent& Start(const std::string& name) {
+    AgentOptions options;
+    options.worker_threads = GetParam().threads;
+    return Start(name, std::move(options));
+  }
+  Agent& Start(const std::string& name, AgentOptions options) {
     options.self = {name, base::NewIncarnation()};
     options.endpoint = NewEndpoint(options.self);
     auto agent = Agent::Start(options);
@@ -75,6 +136,9 @@ class AgentTest : public ::testing::TestWithParam<Over> {
                     .ok());
   }
 
+  // a serves "park": the call waits in parked_.
+  void ServePark(Agent& agent) { ASSERT_TRUE(agent.Register({"park"}, parked_.handler()).ok()); }
+
   // Cuts everything between two agents, now.
   void Cut(const std::string& a, const std::string& b) {
     if (fake()) return network_->Cut(a, b);
@@ -97,6 +161,7 @@ class AgentTest : public ::testing::TestWithParam<Over> {
   }
 
   std::shared_ptr<FakeNetwork> network_ = FakeNetwork::Create();
+  Parked parked_;  // Outlives the agents, whose handlers fill it.
   std::map<std::string, std::unique_ptr<Agent>> agents_;
 };
 

@@ -18,6 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "atoll/base/executor.h"
 #include "atoll/transport/endpoint.h"
+#include "atoll/transport/refusal.h"
 
 namespace Atoll::rpc {
 
@@ -63,8 +64,11 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     absl::MutexLock lock(&mu_);
     return held_reads_;
   }
-  /// While set no connection is made (it fails as a network that is away does).
-  void SetUnreachable(bool unreachable) { unreachable_.store(unreachable); }
+  /// From now on no connection is made: each fails with Unavailable and this text, as where a network is away.
+  void SetUnreachable(std::string why) {
+    absl::MutexLock lock(&mu_);
+    unreachable_ = std::move(why);
+  }
   uint64_t connects() const { return connects_.load(); }
   int cut_reads_left() const { return cut_reads_.load(); }
 
@@ -303,8 +307,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     absl::StatusOr<std::shared_ptr<transport::Pipe>> Open(const std::vector<std::string>& addresses,
                                                           const base::MemberId& expected,
                                                           transport::Lane lane) {
-      if (network_->unreachable_.load()) return absl::UnavailableError("network is unreachable");
       absl::MutexLock lock(&network_->mu_);
+      if (!network_->unreachable_.empty()) return absl::UnavailableError(network_->unreachable_);
       if (closed_) return absl::CancelledError("the endpoint is closed");
       std::shared_ptr<EndpointImpl> other;
       for (const std::string& address : addresses) {
@@ -312,7 +316,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
         if (found != network_->endpoints_.end()) other = found->second.lock();
         if (other != nullptr) break;
       }
-      if (other == nullptr || other->closed_) return absl::UnavailableError("connect: Connection refused");
+      if (other == nullptr || other->closed_) return transport::RefusedError("connect: Connection refused");
       if ((!expected.name.empty() && expected.name != other->self_.name) ||
           (expected.incarnation != base::Incarnation() && expected.incarnation != other->self_.incarnation)) {
         return absl::NotFoundError(absl::StrCat("it is ", other->self_.ToString()));
@@ -346,10 +350,10 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   mutable absl::Mutex mu_;
   std::map<std::string, std::weak_ptr<EndpointImpl>> endpoints_ ABSL_GUARDED_BY(mu_);
   std::vector<std::weak_ptr<PipeImpl>> pipes_ ABSL_GUARDED_BY(mu_);
+  std::string unreachable_ ABSL_GUARDED_BY(mu_);
   bool hold_reads_ ABSL_GUARDED_BY(mu_) = false;
   int held_reads_ ABSL_GUARDED_BY(mu_) = 0;
   std::atomic<int> cut_reads_{0};
-  std::atomic<bool> unreachable_{false};
   std::atomic<uint64_t> connects_{0};
 };
 
