@@ -21,26 +21,6 @@ std::string List(const std::vector<int64_t>& values) {
   return absl::StrCat("[", absl::StrJoin(values, ", "), "]");
 }
 
-class Hash {
- public:
-  void Add(absl::string_view bytes) {
-    Add(static_cast<int64_t>(bytes.size()));
-    for (char byte : bytes) Step(static_cast<uint8_t>(byte));
-  }
-  void Add(int64_t value) {
-    for (int shift = 0; shift < 64; shift += 8) Step(static_cast<uint8_t>(value >> shift));
-  }
-  void Add(const std::vector<int64_t>& values) {
-    Add(static_cast<int64_t>(values.size()));
-    for (int64_t value : values) Add(value);
-  }
-  uint64_t value() const { return value_; }
-
- private:
-  void Step(uint8_t byte) { value_ = (value_ ^ byte) * 0x100000001b3; }
-  uint64_t value_ = 0xcbf29ce484222325;
-};
-
 // Elements of `spec`, or an error that names it. Guards every later multiplication.
 absl::StatusOr<int64_t> CheckedNumel(const ParameterSpec& spec) {
   int64_t numel = 1;
@@ -151,28 +131,12 @@ std::string Difference(const ParameterSpec& ours, const ParameterSpec& theirs) {
   return "";
 }
 
-void AddTo(Hash& hash, absl::Span<const ParameterSpec> parameters) {
-  hash.Add(static_cast<int64_t>(parameters.size()));
-  for (const ParameterSpec& spec : parameters) {
-    hash.Add(spec.name);
-    hash.Add(spec.sizes);
-    hash.Add(spec.strides);
-    hash.Add(static_cast<int64_t>(spec.dtype));
-  }
-}
-
 }  // namespace
 
 int64_t ParameterSpec::numel() const {
   int64_t numel = 1;
   for (int64_t size : sizes) numel *= size;
   return numel;
-}
-
-uint64_t Digest(absl::Span<const ParameterSpec> parameters) {
-  Hash hash;
-  AddTo(hash, parameters);
-  return hash.value();
 }
 
 std::string FirstDifference(absl::Span<const ParameterSpec> ours, absl::Span<const ParameterSpec> theirs) {
@@ -199,12 +163,6 @@ absl::StatusOr<Layout> Layout::Create(std::vector<ParameterSpec> parameters, Lay
   layout.CutOwners();
   status = layout.MakeChunks();
   if (!status.ok()) return status;
-  Hash hash;
-  AddTo(hash, layout.parameters_);
-  hash.Add(int64_t{options.owners});
-  hash.Add(static_cast<int64_t>(options.chunk_bytes));
-  hash.Add(static_cast<int64_t>(options.small_parameter_bytes));
-  layout.digest_ = hash.value();
   return layout;
 }
 

@@ -111,8 +111,6 @@ class Layout {
   int bucket_of(int parameter) const { return bucket_of_[parameter]; }
   /// Elements of the largest chunk; 0 if there is none.
   int64_t max_chunk_elements() const { return max_chunk_elements_; }
-  /// Of the parameters and the options.
-  uint64_t digest() const { return digest_; }
 
  private:
   Layout() = default;
@@ -131,12 +129,7 @@ class Layout {
   std::vector<int> bucket_of_;
   int64_t flat_size_ = 0;
   int64_t max_chunk_elements_ = 0;
-  uint64_t digest_ = 0;
 };
-
-/// FNV-1a over names, sizes, strides and dtypes: the same in every process of this version. Detects mistakes,
-/// not malice.
-uint64_t Digest(absl::Span<const ParameterSpec> parameters);
 
 /// Says where `theirs` first differs from `ours`, for an error that a user can act on ("parameter 3
 /// 'fc.weight': sizes [10, 320] here, [10, 256] there"); empty if they are equal.

@@ -10,7 +10,7 @@
 //                      DeadlineExceeded naming who is missing). Tells: load values? joined? next step.
 //   3. Load            every chunk of the owner, if Attach's reply said so (worker 0, at the beginning).
 //   4. Join            only if Attach said joined == false (a restarted or additional worker): from_step is
-//                      the largest next_step of all owners, plus 1; where one refuses, again on ALL owners
+//                      the largest next_step of all owners; where one refuses, again on ALL owners
 //                      with its larger next_step (an earlier acceptance is moved). Sync and async alike.
 //   5. Pull            every chunk, min_step = first step - 1 (0 at the beginning; async: always 0).
 //   6. per step s      PushGradient for each chunk as it becomes final, in any order; after backward
@@ -66,7 +66,9 @@ struct Empty {
 };
 
 /// Registers the caller as a worker. A new incarnation under the same index replaces the old one (which
-/// counts as dead). Repeating it is harmless. InvalidArgument names the first difference of the arguments.
+/// counts as dead). Repeating it changes nothing but that it closes the landing: after a failed step the same
+/// one is made again, and its backward has not ended. InvalidArgument names the first difference of the
+/// arguments.
 struct Attach {
   static rpc::MethodId Method() { return {"attach", 1}; }
   int32_t worker = 0;        ///< Its index among the workers: rank order of summation.
@@ -110,7 +112,8 @@ struct Join {
 
 /// A chunk's value: one tensor. Deferred until the shard is loaded and, in sync, until step min_step has been
 /// applied to the chunk; the value is then whole, of step Reply::step >= min_step (of exactly min_step if the
-/// caller is in the roster of the next). Not held for a landing.
+/// caller is in the roster of the next). Not held for a landing. Where too many wait, those whose callers gave
+/// up are forgotten first; then ResourceExhausted.
 struct Pull {
   static rpc::MethodId Method() { return {"pull", 1}; }
   int32_t chunk = 0;
@@ -174,7 +177,7 @@ struct Info {
   struct Reply {
     int64_t elements = 0;      ///< Of parameters here.
     uint64_t state_bytes = 0;  ///< Of optimizer state.
-    int64_t steps = 0;         ///< Sync: rounds complete. Async: contributions (pushes) applied.
+    int64_t steps = 0;         ///< Sync: rounds complete. Async: steps of all workers together.
     int32_t chunks = 0;
     int32_t workers = 0;  ///< Attached and alive.
     bool loaded = false;

@@ -5,6 +5,11 @@
 #include "absl/strings/str_cat.h"
 
 namespace Atoll::shard_optim {
+namespace {
+
+constexpr absl::Duration kLongestRound = absl::Hours(365 * 24);
+
+}  // namespace
 
 absl::Status Validate(const AdamOptions& options) {
   auto error = [](const char* name, double value, const char* range) {
@@ -22,6 +27,16 @@ absl::Status Validate(const AdamOptions& options) {
     return error("weight_decay", options.weight_decay, "at least 0 and finite");
   }
   return absl::OkStatus();
+}
+
+absl::Status Validate(const Policy& policy) {
+  const auto* sync = std::get_if<Sync>(&policy);
+  if (sync == nullptr) return absl::OkStatus();
+  // It travels in milliseconds.
+  if (sync->round_limit >= absl::Milliseconds(1) && sync->round_limit <= kLongestRound)
+    return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("round_limit is ", absl::FormatDuration(sync->round_limit),
+                                                 ": expected 1ms to ", absl::FormatDuration(kLongestRound)));
 }
 
 }  // namespace Atoll::shard_optim

@@ -28,5 +28,7 @@ struct Sync {
 /// Every contribution is applied as it comes, one after another for each slice.
 struct Async {};
 using Policy = std::variant<Sync, Async>;
+/// InvalidArgument: a round_limit out of 1 ms to a year.
+absl::Status Validate(const Policy& policy);
 
 }  // namespace Atoll::shard_optim

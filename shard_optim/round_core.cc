@@ -68,16 +68,18 @@ absl::Status RoundCore::Attach(int worker, const base::MemberId& member, std::ve
     Gone(base::MemberId(found->second.id), actions);
     found = workers_.end();
   }
-  if (found == workers_.end()) workers_[worker].id = member;
+  Member& entry = workers_[worker];
+  entry.id = member;
+  entry.landing = 0;  // It may make a step again whose landing was open: its second backward has not ended.
   if (assembled_) {
     actions->push_back(Of(Kind::kAttached, worker, -1, 0));
     return absl::OkStatus();
   }
   if (!NotYetAttached().empty()) return absl::OkStatus();
   assembled_ = true;
-  for (auto& [index, entry] : workers_) {
-    entry.joined = index < options_.worker_count;
-    entry.from = 1;
+  for (auto& [index, attached] : workers_) {
+    attached.joined = index < options_.worker_count;
+    attached.from = 1;
     actions->push_back(Of(Kind::kAttached, index, -1, 0));
   }
   return absl::OkStatus();
@@ -290,9 +292,9 @@ Verdict RoundCore::ContributeAsync(int worker, int64_t step, int chunk) {
         absl::StrCat("worker ", worker, " is at step ", pushed, "; it pushes step ", step, " of chunk ",
                      chunk + options_.first_chunk, ": expected ", pushed, " or ", pushed + 1)));
   }
+  if (step > pushed) ++begun_count_;
   pushed = step;
   last = step;
-  ++applied_count_;
   ++chunks_[chunk].applied;
   Verdict verdict{Verdict::Kind::kTaken, false, absl::OkStatus(), {}};
   verdict.actions.push_back(Of(Kind::kFold, worker, chunk, step));

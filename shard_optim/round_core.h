@@ -56,7 +56,7 @@ struct Action {
   absl::Status status;
 };
 
-/// What became of a contribution. In every case carry out `actions` (of a parked one there are none).
+/// What became of a contribution. Carry out `actions`; of a refused one there are none.
 struct Verdict {
   enum class Kind {
     kTaken,     ///< Keep it.
@@ -73,7 +73,8 @@ class RoundCore {
  public:
   explicit RoundCore(RoundOptions options);
 
-  /// Registers `member` as `worker`. The same name with another incarnation replaces (the old one is gone);
+  /// Registers `member` as `worker`. The same name with another incarnation replaces (the old one is gone); of
+  /// the same one it closes the landing, which the step under way has to open again.
   /// kAttached comes for everyone once all of worker_count are there, later at once.
   /// AlreadyExists: another living member has this index, or this member another index.
   absl::Status Attach(int worker, const base::MemberId& member, std::vector<Action>* actions);
@@ -104,8 +105,8 @@ class RoundCore {
   /// Whether a contribution of `worker` would be folded at once: it is then taken however much is parked.
   bool IsNextInOrder(int worker, int64_t step, int chunk) const;
   int64_t parked() const { return parked_; }
-  /// Sync: rounds complete. Async: contributions applied.
-  int64_t steps() const { return options_.sync ? current_ - 1 : applied_count_; }
+  /// Sync: rounds complete. Async: steps of all workers together, of which something was applied.
+  int64_t steps() const { return options_.sync ? current_ - 1 : begun_count_; }
   int members() const { return static_cast<int>(workers_.size()); }
 
   /// OK, or Internal with the first rule that does not hold. For tests.
@@ -169,7 +170,7 @@ class RoundCore {
   std::vector<std::map<int, Pending>> pending_;  // By chunk, worker.
   std::map<int, int64_t> pushed_;                // Async: highest step by worker, kept over restarts.
   int64_t parked_ = 0;
-  int64_t applied_count_ = 0;
+  int64_t begun_count_ = 0;  // Async.
 };
 
 }  // namespace Atoll::shard_optim

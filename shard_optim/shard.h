@@ -74,6 +74,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
   struct Puller {
     base::MemberId caller;
     int64_t min_step = 0;
+    absl::Time deadline;  // When the caller gives up.
     Reply reply;
   };
   struct ChunkState {
@@ -99,7 +100,8 @@ class Shard : public std::enable_shared_from_this<Shard> {
              Reply reply);
   void Serve(const base::MemberId& caller, Load request, rpc::Received received, absl::Time, Reply reply);
   void Serve(const base::MemberId& caller, Join request, rpc::Received received, absl::Time, Reply reply);
-  void Serve(const base::MemberId& caller, Pull request, rpc::Received received, absl::Time, Reply reply);
+  void Serve(const base::MemberId& caller, Pull request, rpc::Received received, absl::Time deadline,
+             Reply reply);
   void Serve(const base::MemberId& caller, PushGradient request, rpc::Received received, absl::Time,
              Reply reply);
   void Serve(const base::MemberId& caller, OpenLanding request, rpc::Received received, absl::Time,
@@ -119,6 +121,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
   void AnswerPush(const Action& action);
   void FinishApply(const Action& action);
   void ServePullers(int index);
+  void DropLatePullers(int index);
   void SendValue(Reply& reply, std::string body, ChunkStore::Loan loan);
   void DropWorker(int worker);
   void RetryBlocked();

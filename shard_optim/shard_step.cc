@@ -65,17 +65,28 @@ void Shard::Serve(const base::MemberId& caller, Load request, rpc::Received rece
   for (int i = 0; chunks_to_load_ == 0 && i < range_.chunk_count; ++i) ServePullers(i);
 }
 
-void Shard::Serve(const base::MemberId& caller, Pull request, rpc::Received received, absl::Time,
+void Shard::Serve(const base::MemberId& caller, Pull request, rpc::Received received, absl::Time deadline,
                   Reply reply) {
   absl::StatusOr<int> index = LocalChunk(request.chunk);
   if (!index.ok()) return reply(index.status());
   ChunkState& chunk = chunks_[*index];
+  if (chunk.pullers.size() >= kMaxPullersOfChunk) DropLatePullers(*index);
   if (chunk.pullers.size() >= kMaxPullersOfChunk) {
     return reply(absl::ResourceExhaustedError(
         absl::StrCat(kMaxPullersOfChunk, " pulls of chunk ", request.chunk, " wait already")));
   }
-  chunk.pullers.push_back({caller, is_sync() ? request.min_step : 0, std::move(reply)});
+  chunk.pullers.push_back({caller, is_sync() ? request.min_step : 0, deadline, std::move(reply)});
   ServePullers(*index);
+}
+
+void Shard::DropLatePullers(int index) {
+  const absl::Time now = environment_.clock->Now();
+  std::vector<Puller> late, waiting;
+  for (Puller& puller : chunks_[index].pullers) {
+    (puller.deadline <= now ? late : waiting).push_back(std::move(puller));
+  }
+  chunks_[index].pullers = std::move(waiting);
+  for (Puller& puller : late) puller.reply(absl::DeadlineExceededError("the caller gave up"));
 }
 
 void Shard::ServePullers(int index) {
@@ -162,8 +173,7 @@ void Shard::Serve(const base::MemberId& caller, PushGradient request, rpc::Recei
                                                                HyperText(round_optimizer_[request.step]),
                                                                " against ", HyperText(request.optimizer)));
     }
-    reply(verdict.status);
-    return Run(verdict.actions);
+    return reply(verdict.status);
   }
   if (verdict.kind == Verdict::Kind::kTaken) {
     if (is_sync()) round_optimizer_[request.step] = request.optimizer;

@@ -42,6 +42,24 @@ void Torture(const std::string& body) {
   }
 }
 
+TEST(PolicyTest, WhatIsValidTravels) {
+  EXPECT_TRUE(Validate(Policy(Async{})).ok());
+  for (absl::Duration limit : {absl::Milliseconds(1), absl::Seconds(60), absl::Hours(365 * 24)}) {
+    ASSERT_TRUE(Validate(Policy(Sync{limit})).ok()) << limit;
+    ShardArguments arguments = Arguments();
+    arguments.policy = Sync{limit};
+    auto got = ShardArguments::Decode(arguments.Encode());
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_EQ(std::get<Sync>(got->policy).round_limit, limit);
+  }
+  for (absl::Duration limit : {absl::Microseconds(100), absl::ZeroDuration(), -absl::Seconds(1),
+                               absl::Hours(366 * 24), absl::InfiniteDuration()}) {
+    absl::Status refused = Validate(Policy(Sync{limit}));
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << limit;
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("round_limit"));
+  }
+}
+
 TEST(MessagesTest, ArgumentsComeBackAsTheyWere) {
   ShardArguments sent = Arguments();
   ShardArguments got = *ShardArguments::Decode(sent.Encode());

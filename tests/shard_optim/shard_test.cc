@@ -315,6 +315,20 @@ TEST(ShardTest, TheRoundsLimitEndsItWithNames) {
   EXPECT_EQ(answer.as<PushGradient::Reply>().contributors, 2);
 }
 
+TEST(ShardTest, PullsThatWereGivenUpMakeRoom) {
+  Small harness({.workers = 2});
+  const absl::Time deadline = harness.fake_clock.Now() + absl::Seconds(5);
+  std::vector<Answer> given_up;
+  for (int i = 0; i < 4096; ++i) given_up.push_back(harness.Call(0, 0, Pull{0, 1}, {}, deadline));
+  EXPECT_EQ(harness.Call(0, 1, Pull{0, 1}, {}, deadline).status().code(), Code::kResourceExhausted);
+  harness.fake_clock.Advance(absl::Seconds(5));
+  Answer pull = harness.Call(0, 1, Pull{0, 1});
+  EXPECT_EQ(given_up.back().status().code(), Code::kDeadlineExceeded);
+  for (int worker : {0, 1}) harness.Push(worker, 1, 0, harness.Gradient(1));
+  ASSERT_TRUE(pull.there());
+  EXPECT_EQ(pull.as<Pull::Reply>().step, 1);
+}
+
 TEST(ShardTest, TheRoundsLimitFiresByItself) {
   base::RealClock clock;
   base::Timer timer(&clock);
