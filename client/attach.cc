@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/status.h"
 
 namespace Atoll::client {
@@ -15,31 +15,34 @@ namespace {
 constexpr int kJoinAttempts = 100;
 constexpr int kAttemptsAStep = 8;
 
-absl::StatusOr<Exchange::Result> RunAll(const std::shared_ptr<Exchange>& exchange, absl::Duration limit,
+// The calls' own errors, which know more, come before ours.
+constexpr absl::Duration kCallsEndFirst = absl::Seconds(5);
+
+absl::Duration Until(absl::Time deadline) { return std::max(deadline - base::Now(), absl::Milliseconds(1)); }
+
+absl::StatusOr<Exchange::Result> RunAll(const std::shared_ptr<Exchange>& exchange, absl::Time deadline,
                                         const std::function<void(int)>& start) {
-  const absl::Time deadline = absl::Now() + limit;
   exchange->Begin(deadline);
   for (int chunk = 0; chunk < static_cast<int>(exchange->layout().chunks().size()); ++chunk) start(chunk);
-  return exchange->Wait(deadline + absl::Seconds(5));
+  return exchange->Wait(deadline + kCallsEndFirst);
 }
 
 }  // namespace
 
 absl::StatusOr<std::vector<shard_optim::Attach::Reply>> Register(const ShardSet& shards, int worker,
-                                                                 absl::Duration limit) {
+                                                                 absl::Time deadline) {
   std::vector<shard_optim::Attach> requests(shards.count());
   for (int i = 0; i < shards.count(); ++i) {
     requests[i].worker = worker;
     requests[i].arguments = shards.arguments();
     requests[i].arguments.owner = i;
   }
-  return shards.CallAll(requests, limit);
+  return shards.CallAll(requests, Until(deadline));
 }
 
 absl::StatusOr<int64_t> JoinRoster(const ShardSet& shards,
                                    const std::vector<shard_optim::Attach::Reply>& registered,
-                                   absl::Duration limit) {
-  const absl::Time deadline = absl::Now() + limit;
+                                   absl::Time deadline) {
   int64_t from_step = 1;
   bool at_start = true;
   for (const auto& reply : registered) {
@@ -52,8 +55,7 @@ absl::StatusOr<int64_t> JoinRoster(const ShardSet& shards,
   for (int attempt = 1; attempt <= kJoinAttempts; ++attempt) {
     shard_optim::Join request;
     request.from_step = from_step;
-    const absl::Duration left = std::max(deadline - absl::Now(), absl::Milliseconds(1));
-    ATOLL_ASSIGN_OR_RETURN(auto replies, shards.CallAll<shard_optim::Join>({request}, left));
+    ATOLL_ASSIGN_OR_RETURN(auto replies, shards.CallAll<shard_optim::Join>({request}, Until(deadline)));
     bool accepted = true;
     for (const auto& reply : replies) {
       accepted &= reply.accepted;
@@ -65,15 +67,23 @@ absl::StatusOr<int64_t> JoinRoster(const ShardSet& shards,
       absl::StrCat("rounds went on faster than this worker could join, up to step ", from_step));
 }
 
-absl::Status LoadAll(const std::shared_ptr<Exchange>& exchange, absl::Duration limit) {
+absl::Status LoadOrPull(const std::shared_ptr<Exchange>& exchange,
+                        const std::vector<shard_optim::Attach::Reply>& registered, int64_t min_step,
+                        absl::Time deadline) {
   exchange->StageValues();
-  auto result = RunAll(exchange, limit, [&](int chunk) { exchange->Load(chunk); });
+  auto result = RunAll(exchange, deadline, [&](int chunk) {
+    if (registered[exchange->layout().chunks()[chunk].owner].load) {
+      exchange->Load(chunk, min_step);
+    } else {
+      exchange->Pull(chunk, min_step);
+    }
+  });
   return base::Annotate(result.status(), "loading the first values");
 }
 
 absl::StatusOr<int64_t> PullAll(const std::shared_ptr<Exchange>& exchange, int64_t min_step,
-                                absl::Duration limit) {
-  auto result = RunAll(exchange, limit, [&](int chunk) { exchange->Pull(chunk, min_step); });
+                                absl::Time deadline) {
+  auto result = RunAll(exchange, deadline, [&](int chunk) { exchange->Pull(chunk, min_step); });
   if (!result.ok()) return base::Annotate(result.status(), "receiving the owners' values");
   return result->oldest_step;
 }

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -128,7 +129,13 @@ absl::StatusOr<at::Tensor> ReadIdx(const std::string& path, uint32_t magic, size
     return absl::DataLossError(absl::StrCat(path, " is truncated: its header says ", bytes, " bytes of ",
                                             what, ", more than the file can hold"));
   }
-  at::Tensor tensor = at::empty(sizes, at::kByte);
+  at::Tensor tensor;
+  try {
+    tensor = at::empty(sizes, at::kByte);
+  } catch (const std::exception& error) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(path, ": no memory for its ", bytes, " bytes of ", what));
+  }
   ATOLL_RETURN_IF_ERROR(file->Read(tensor.data_ptr<uint8_t>(), bytes, what));
   ATOLL_RETURN_IF_ERROR(file->ExpectEnd(bytes));
   return tensor;
@@ -261,7 +268,7 @@ absl::StatusOr<at::Tensor> ReadIdxLabels(const std::string& path) {
   return ReadIdx(path, kLabelMagic, 1, "labels");
 }
 
-absl::StatusOr<Data> LoadData(absl::string_view name) {
+absl::StatusOr<Data> LoadData(absl::string_view name) try {
   absl::StatusOr<Data> data;
   if (name == "fashion-mnist") {
     data = LoadFolder(kFashionMnistFolder);
@@ -278,6 +285,8 @@ absl::StatusOr<Data> LoadData(absl::string_view name) {
   data->name = std::string(name);
   Measure(&*data);
   return data;
+} catch (const std::exception& error) {  // Of LibTorch: no memory for a copy.
+  return absl::ResourceExhaustedError(absl::StrCat("the data set '", name, "': ", error.what()));
 }
 
 Batch TakeBatch(const Data& data, const Dataset& from, const at::Tensor& indices) {

@@ -2,22 +2,18 @@
 
 #include <algorithm>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
-#include "atoll/base/executor.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 
 namespace Atoll::client {
 namespace {
 
-// Before a push that an owner had no room for is sent again; doubled with each refusal.
-constexpr absl::Duration kFirstRetryPause = absl::Milliseconds(20);
-constexpr absl::Duration kLastRetryPause = absl::Milliseconds(320);
-
-absl::Duration Until(absl::Time deadline) { return std::max(deadline - absl::Now(), absl::Milliseconds(1)); }
+absl::Duration Until(absl::Time deadline) { return std::max(deadline - base::Now(), absl::Milliseconds(1)); }
 
 }  // namespace
 
@@ -40,13 +36,30 @@ void Exchange::Begin(absl::Time deadline) {
   result_.oldest_step = INT64_MAX;
 }
 
+// DeadlineExceeded without a text: the caller knows more.
+template <class Over>
+absl::Status Exchange::AwaitLocked(Over over, absl::Time deadline,
+                                   const base::ThreadPool::BlockingScope& blocking) {
+  if (over()) return absl::OkStatus();
+  if (!blocking.ok()) {
+    return absl::ResourceExhaustedError("too many threads of this process's pool wait already");
+  }
+  if (base::AwaitFor(mu_, absl::Condition(&over), deadline - base::Now())) return absl::OkStatus();
+  return absl::DeadlineExceededError("");
+}
+
+// In rounds all chunks have the same steps; in async each counts its own contributions.
+bool Exchange::in_rounds() const {
+  return std::holds_alternative<shard_optim::Sync>(shards_->arguments().policy);
+}
+
 // Waits for window; a message above the whole window goes when nothing else is on its way.
-bool Exchange::AdmitLocked(size_t bytes) {
+absl::Status Exchange::AdmitLocked(size_t bytes, const base::ThreadPool::BlockingScope& blocking) {
   auto fits = [this, bytes]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     const size_t taken = unreceived_bytes_ + refused_bytes_;
     return taken == 0 || taken + bytes <= limits_.window_bytes;
   };
-  return mu_.AwaitWithTimeout(absl::Condition(&fits), deadline_ - absl::Now());
+  return AwaitLocked(fits, deadline_, blocking);
 }
 
 // The loan's end makes room in the window.
@@ -59,10 +72,11 @@ rpc::OutTensor Exchange::LendCounted(int chunk, at::Tensor tensor) {
     result_.bytes_sent += bytes;
   }
   return rpc::Lend(std::move(tensor), [self = shared_from_this(), chunk, bytes] {
+    Released released;
     absl::MutexLock lock(&self->mu_);
     self->unreceived_bytes_ -= bytes;
     --self->loans_;
-    self->RetainLocked(chunk);
+    self->RetainLocked(chunk, &released);
   });
 }
 
@@ -82,19 +96,20 @@ rpc::CallOptions Exchange::LandingOptions(int chunk) {
 }
 
 void Exchange::Push(const Step& step, int chunk, at::Tensor gradient, std::string defined) {
-  bool admitted = false;
+  absl::Status admitted;
   {
     base::ThreadPool::BlockingScope blocking;
     absl::MutexLock lock(&mu_);
     core_.Sent(chunk);
-    admitted = AdmitLocked(gradient.defined() ? gradient.nbytes() : 0);
-    if (admitted) pending_[chunk] = Pending{step, gradient, defined};
+    admitted = AdmitLocked(gradient.defined() ? gradient.nbytes() : 0, blocking);
+    if (admitted.ok()) pending_[chunk] = Pending{step, gradient, defined};
   }
-  if (!admitted) {
-    return Fail(chunk, absl::DeadlineExceededError(absl::StrCat("earlier gradients were not received: ",
-                                                                shards_->owner(layout_.chunks()[chunk].owner),
-                                                                " or the way to it is stalled")));
+  if (absl::IsDeadlineExceeded(admitted)) {
+    admitted = absl::DeadlineExceededError(
+        absl::StrCat("earlier gradients were not received: ", shards_->owner(layout_.chunks()[chunk].owner),
+                     " or the way to it is stalled"));
   }
+  if (!admitted.ok()) return Fail(chunk, admitted);
   SendPush(step, chunk, std::move(gradient), std::move(defined));
 }
 
@@ -134,8 +149,9 @@ bool Exchange::Retry(int chunk, const absl::Status& status) {
     absl::MutexLock lock(&mu_);
     std::optional<Pending>& push = pending_[chunk];
     if (!push.has_value() || push->refused) return false;
-    pause = std::min(kFirstRetryPause * (1 << std::min(push->refusals, 8)), kLastRetryPause);
-    if (absl::Now() + pause >= deadline_) return false;
+    pause =
+        std::min(limits_.first_retry_pause * (1 << std::min(push->refusals, 8)), limits_.last_retry_pause);
+    if (base::Now() + pause >= deadline_) return false;
     ReleaseLocked(chunk);
     push->refused = true;
     ++push->refusals;
@@ -165,13 +181,15 @@ void Exchange::Resend(int chunk) {
 
 // The owner has it. What was received long ago will not be refused any more: it is kept in turn. (Gathered ones
 // are only borrowed from staging.)
-void Exchange::RetainLocked(int chunk) {
+void Exchange::RetainLocked(int chunk, Released* released) {
   std::optional<Pending>& push = pending_[chunk];
   if (!push.has_value() || push->refused || push->retained) return;
   push->retained = true;
   retained_.push_back(chunk);
   retained_bytes_ += push->bytes();
-  while (retained_bytes_ > limits_.retained_bytes && retained_.size() > 1) ForgetLocked(retained_.front());
+  while (retained_bytes_ > limits_.retained_bytes && retained_.size() > 1) {
+    ForgetLocked(retained_.front(), released);
+  }
 }
 
 void Exchange::ReleaseLocked(int chunk) {
@@ -182,10 +200,11 @@ void Exchange::ReleaseLocked(int chunk) {
   retained_.erase(std::find(retained_.begin(), retained_.end(), chunk));
 }
 
-void Exchange::ForgetLocked(int chunk) {
+void Exchange::ForgetLocked(int chunk, Released* released) {
   if (!pending_[chunk].has_value()) return;
   ReleaseLocked(chunk);
   if (pending_[chunk]->refused) refused_bytes_ -= pending_[chunk]->bytes();
+  released->push_back(std::move(pending_[chunk]->gradient));
   pending_[chunk].reset();
 }
 
@@ -199,10 +218,14 @@ void Exchange::OpenLanding(int64_t step) {
   }
   for (int owner = 0; owner < shards_->count(); ++owner) {
     if (layout_.owners()[owner].chunk_count == 0) continue;
+    {
+      absl::MutexLock lock(&mu_);
+      ++opening_;
+    }
     shards_->Call<shard_optim::OpenLanding>(owner, request, {}, options,
                                             [self = shared_from_this()](auto answer) {
-                                              if (answer.ok()) return;
                                               absl::MutexLock lock(&self->mu_);
+                                              --self->opening_;
                                               self->landing_status_.Update(answer.status());
                                             });
   }
@@ -232,7 +255,7 @@ void Exchange::StageValues() const {
   }
 }
 
-void Exchange::Load(int chunk) {
+void Exchange::Load(int chunk, int64_t step) {
   const shard_optim::Chunk& where = layout_.chunks()[chunk];
   at::Tensor values;
   if (staging_.direct(chunk)) {
@@ -242,24 +265,27 @@ void Exchange::Load(int chunk) {
     values = staging_.gather(chunk);
   }
   rpc::CallOptions options;
-  bool admitted = false;
+  absl::Status admitted;
   {
     base::ThreadPool::BlockingScope blocking;
     absl::MutexLock lock(&mu_);
     core_.Sent(chunk);
-    admitted = AdmitLocked(values.nbytes());
+    admitted = AdmitLocked(values.nbytes(), blocking);
     options.timeout = Until(deadline_);
   }
-  if (!admitted) return Fail(chunk, absl::DeadlineExceededError("earlier values were not received"));
+  if (absl::IsDeadlineExceeded(admitted)) {
+    admitted = absl::DeadlineExceededError("earlier values were not received");
+  }
+  if (!admitted.ok()) return Fail(chunk, admitted);
   shard_optim::Load request;
   request.chunk = chunk;
   std::vector<rpc::OutTensor> tensors;
   tensors.push_back(LendCounted(chunk, std::move(values)));
   shards_->Call<shard_optim::Load>(where.owner, request, std::move(tensors), std::move(options),
-                                   [self = shared_from_this(), chunk](auto answer) {
+                                   [self = shared_from_this(), chunk, step](auto answer) {
                                      if (!answer.ok()) return self->Fail(chunk, answer.status());
                                      absl::MutexLock lock(&self->mu_);
-                                     self->core_.Landed(chunk, 0);
+                                     self->core_.Landed(chunk, 0, self->in_rounds() ? step : 0);
                                    });
 }
 
@@ -268,16 +294,18 @@ void Exchange::Arrived(int chunk, const std::vector<at::Tensor>& tensors, int co
     return Fail(chunk, absl::DataLossError("an owner's answer without the chunk's value"));
   }
   if (!staging_.direct(chunk)) staging_.Scatter(layout_, chunk, parameters_);
+  Released released;
   absl::MutexLock lock(&mu_);
-  ForgetLocked(chunk);
-  if (!core_.Landed(chunk, contributors)) return;
+  ForgetLocked(chunk, &released);
+  if (!core_.Landed(chunk, contributors, in_rounds() ? step : 0)) return;
   result_.bytes_received += tensors[0].nbytes();
   result_.oldest_step = std::min(result_.oldest_step, step);
 }
 
 void Exchange::Fail(int chunk, absl::Status status) {
+  Released released;
   absl::MutexLock lock(&mu_);
-  ForgetLocked(chunk);
+  ForgetLocked(chunk, &released);
   core_.Failed(chunk, base::Annotate(status, absl::StrCat("chunk ", chunk, " on ",
                                                           shards_->owner(layout_.chunks()[chunk].owner))));
 }
@@ -293,13 +321,15 @@ absl::StatusOr<Exchange::Result> Exchange::Wait(absl::Time deadline) {
   base::ThreadPool::BlockingScope blocking;
   absl::MutexLock lock(&mu_);
   auto over = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return core_.over() && loans_ == 0; };
-  if (!mu_.AwaitWithTimeout(absl::Condition(&over), deadline - absl::Now())) {
+  const absl::Status waited = AwaitLocked(over, deadline, blocking);
+  if (absl::IsDeadlineExceeded(waited)) {
     absl::Status late = absl::DeadlineExceededError(MissingLocked());
     if (!landing_status_.ok()) {
       return base::Annotate(landing_status_, absl::StrCat(late.message(), "; asking for the new values"));
     }
     return late;
   }
+  ATOLL_RETURN_IF_ERROR(waited);
   ATOLL_RETURN_IF_ERROR(core_.End());
   result_.contributors = core_.contributors();
   return result_;
@@ -308,12 +338,23 @@ absl::StatusOr<Exchange::Result> Exchange::Wait(absl::Time deadline) {
 absl::Status Exchange::Settle(absl::Time deadline) {
   base::ThreadPool::BlockingScope blocking;
   absl::MutexLock lock(&mu_);
-  auto idle = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return core_.idle() && loans_ == 0; };
-  if (!mu_.AwaitWithTimeout(absl::Condition(&idle), deadline - absl::Now())) {
+  auto idle = [this]()
+                  ABSL_NO_THREAD_SAFETY_ANALYSIS { return core_.idle() && loans_ == 0 && opening_ == 0; };
+  const absl::Status waited = AwaitLocked(idle, deadline, blocking);
+  if (absl::IsDeadlineExceeded(waited)) {
     return absl::DeadlineExceededError(absl::StrCat("an earlier step is not over: ", MissingLocked()));
   }
+  ATOLL_RETURN_IF_ERROR(waited);
   if (core_.over()) core_.End().IgnoreError();
   return absl::OkStatus();
+}
+
+absl::Status Exchange::AwaitLandings(absl::Time deadline) {
+  base::ThreadPool::BlockingScope blocking;
+  absl::MutexLock lock(&mu_);
+  auto landed = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return core_.outstanding() == 0; };
+  const absl::Status waited = AwaitLocked(landed, deadline, blocking);
+  return absl::IsDeadlineExceeded(waited) ? absl::DeadlineExceededError(MissingLocked()) : waited;
 }
 
 std::vector<std::string> Exchange::torn() const {

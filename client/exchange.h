@@ -17,6 +17,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "atoll/base/executor.h"
 #include "atoll/client/parameters.h"
 #include "atoll/client/shard_set.h"
 #include "atoll/client/staging.h"
@@ -33,6 +34,9 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     size_t window_bytes = 32 << 20;    ///< Sent and not yet received; Push waits beyond it.
     size_t retained_bytes = 16 << 20;  ///< Received, and kept for a while: the owner may still say that it
                                        ///< had no room, and then the same is sent again.
+    /// Before that; doubled with each refusal, up to the last.
+    absl::Duration first_retry_pause = absl::Milliseconds(20);
+    absl::Duration last_retry_pause = absl::Milliseconds(320);
   };
   Exchange(shard_optim::Layout layout, ParameterSet parameters, std::unique_ptr<ShardSet> shards,
            Limits limits);
@@ -60,20 +64,23 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void Pull(int chunk, int64_t min_step);
   /// Collects the parameters' present values for Load. Requires that no exchange is under way.
   void StageValues() const;
-  /// Sends the parameters' present values, after StageValues.
-  void Load(int chunk);
+  /// Sends the parameters' present values, after StageValues: those of round `step`.
+  void Load(int chunk, int64_t step);
 
   struct Result {
     int contributors = 0;
     int64_t oldest_step = 0;  ///< Of the values that came.
     uint64_t bytes_sent = 0, bytes_received = 0;
   };
-  /// Waits until all chunks are over. DeadlineExceeded names the owners that still owe some: they may land
+  /// Waits until all chunks are over. ResourceExhausted if too many threads wait already. DeadlineExceeded names the owners that still owe some: they may land
   /// later, and until another Wait says that all is over no new exchange may begin. Other errors: the first
   /// chunk's.
   absl::StatusOr<Result> Wait(absl::Time deadline);
-  /// No exchange is under way, or the one that timed out is over by now; else DeadlineExceeded.
+  /// No exchange is under way, or the one that timed out is over by now, and no call of it is left; else
+  /// DeadlineExceeded.
   absl::Status Settle(absl::Time deadline);
+  /// Nothing that was sent can land any more; else DeadlineExceeded. What was not sent stays so.
+  absl::Status AwaitLandings(absl::Time deadline);
 
   /// Names of parameters that may hold half a value, those that are landing among them.
   std::vector<std::string> torn() const;
@@ -88,7 +95,12 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
     int refusals = 0;
     size_t bytes() const { return gradient.defined() ? gradient.nbytes() : 0; }
   };
-  bool AdmitLocked(size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  template <class Over>
+  absl::Status AwaitLocked(Over over, absl::Time deadline, const base::ThreadPool::BlockingScope& blocking)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status AdmitLocked(size_t bytes, const base::ThreadPool::BlockingScope& blocking)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool in_rounds() const;
   rpc::OutTensor LendCounted(int chunk, at::Tensor tensor);
   void SendPush(const Step& step, int chunk, at::Tensor gradient, std::string defined);
   void OnPushed(const Step& step, int chunk,
@@ -99,9 +111,11 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   void Fail(int chunk, absl::Status status);
   rpc::CallOptions LandingOptions(int chunk);
   std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  void RetainLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The gradients are the user's: whoever calls lets go of them when mu_ is free again.
+  using Released = std::vector<at::Tensor>;
+  void RetainLocked(int chunk, Released* released) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ReleaseLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void ForgetLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ForgetLocked(int chunk, Released* released) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const shard_optim::Layout layout_;
   const ParameterSet parameters_;
@@ -114,6 +128,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   absl::Time deadline_ ABSL_GUARDED_BY(mu_);
   size_t unreceived_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   int loans_ ABSL_GUARDED_BY(mu_) = 0;
+  int opening_ ABSL_GUARDED_BY(mu_) = 0;                              // Calls of OpenLanding.
   std::vector<std::optional<Pending>> pending_ ABSL_GUARDED_BY(mu_);  // By chunk.
   size_t refused_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<int> retained_ ABSL_GUARDED_BY(mu_);  // Chunks, the first received first.

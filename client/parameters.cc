@@ -85,6 +85,7 @@ at::Tensor ParameterSet::Slice(int parameter, int64_t begin, int64_t end) const 
 }
 
 absl::StatusOr<at::Tensor> ParameterSet::Flatten(int parameter, const at::Tensor& gradient) const {
+  if (!InPlace(parameter)) return Exchanged(parameter);
   const at::Tensor& own = tensors_[parameter];
   auto wrong = [&](absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("the gradient of '", name(parameter), "' ", what));
@@ -104,13 +105,19 @@ absl::StatusOr<at::Tensor> ParameterSet::Flatten(int parameter, const at::Tensor
   }
 }
 
+bool ParameterSet::InPlace(int parameter) const {
+  return tensors_[parameter].const_data_ptr() == flat_[parameter].const_data_ptr() &&
+         tensors_[parameter].numel() == flat_[parameter].numel();
+}
+
+absl::Status ParameterSet::Exchanged(int parameter) const {
+  return absl::FailedPreconditionError(absl::StrCat("the memory of parameter '", name(parameter),
+                                                    "' was exchanged after the model was attached"));
+}
+
 absl::Status ParameterSet::CheckInPlace() const {
   for (int i = 0; i < count(); ++i) {
-    if (tensors_[i].const_data_ptr() != flat_[i].const_data_ptr() ||
-        tensors_[i].numel() != flat_[i].numel()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("the memory of parameter '", name(i), "' was exchanged after the model was attached"));
-    }
+    if (!InPlace(i)) return Exchanged(i);
   }
   return absl::OkStatus();
 }

@@ -14,8 +14,7 @@ namespace Atoll::client {
 
 class ParameterSet {
  public:
-  /// Checks what Trainer::Attach requires (strides are left to Layout::Create). A tensor under two names
-  /// stands here once.
+  /// Checks what Trainer::Attach requires. A tensor under two names stands here once.
   static absl::StatusOr<ParameterSet> Create(const NamedTensors& named);
 
   int count() const { return static_cast<int>(tensors_.size()); }
@@ -28,7 +27,8 @@ class ParameterSet {
   float* Data(int parameter) const { return flat_[parameter].data_ptr<float>(); }
 
   /// A gradient of the parameter as a flat tensor in the parameter's memory order: a view of the gradient if
-  /// its strides allow, else a copy. InvalidArgument if it is no dense fp32 CPU tensor of that shape.
+  /// its strides allow, else a copy. InvalidArgument if it is no dense fp32 CPU tensor of that shape;
+  /// FailedPrecondition if the parameter's memory was exchanged.
   absl::StatusOr<at::Tensor> Flatten(int parameter, const at::Tensor& gradient) const;
 
   /// FailedPrecondition names a parameter whose storage was exchanged since Create (set_data, resize).
@@ -37,6 +37,9 @@ class ParameterSet {
   void BumpVersions() const;
 
  private:
+  bool InPlace(int parameter) const;
+  absl::Status Exchanged(int parameter) const;
+
   std::vector<at::Tensor> tensors_;
   std::vector<at::Tensor> flat_;  // Of each: its memory as one dimension, without history.
   std::vector<shard_optim::ParameterSpec> specs_;

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 
+#include "atoll/base/clock.h"
+
 namespace Atoll::client {
 
 absl::StatusOr<std::unique_ptr<ShardSet>> ShardSet::Open(Session& session,
                                                          const shard_optim::ShardArguments& arguments,
-                                                         absl::Duration limit) {
+                                                         absl::Time deadline) {
   rref::Node& node = session.node();
   const int expected = node.launch().owners;
   if (expected == 0) {
@@ -36,7 +38,7 @@ absl::StatusOr<std::unique_ptr<ShardSet>> ShardSet::Open(Session& session,
   }
   absl::Status status;
   for (int i = 0; i < expected; ++i) {
-    auto shard = created[i].Wait(limit);
+    auto shard = created[i].Wait(std::max(deadline - base::Now(), absl::Milliseconds(1)));
     if (shard.ok()) {
       set->shards_.push_back(*std::move(shard));
     } else {

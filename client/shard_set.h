@@ -24,7 +24,7 @@ class ShardSet {
   /// one is gone; errors name the owner.
   static absl::StatusOr<std::unique_ptr<ShardSet>> Open(Session& session,
                                                         const shard_optim::ShardArguments& arguments,
-                                                        absl::Duration limit);
+                                                        absl::Time deadline);
 
   int count() const { return static_cast<int>(shards_.size()); }
   const std::string& owner(int index) const { return shards_[index]->owner().name; }

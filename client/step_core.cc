@@ -10,7 +10,7 @@
 namespace Atoll::client {
 
 StepCore::StepCore(const shard_optim::Layout* layout)
-    : layout_(layout), states_(layout->chunks().size(), State::kUnsent) {}
+    : layout_(layout), states_(layout->chunks().size(), State::kUnsent), steps_(layout->chunks().size(), 0) {}
 
 void StepCore::Begin() {
   ATOLL_CHECK(idle()) << outstanding() << " chunks are outstanding";
@@ -26,9 +26,10 @@ void StepCore::Sent(int chunk) {
   ++sent_;
 }
 
-bool StepCore::Landed(int chunk, int contributors) {
+bool StepCore::Landed(int chunk, int contributors, int64_t step) {
   if (states_[chunk] != State::kSent) return false;
   states_[chunk] = State::kLanded;
+  steps_[chunk] = step;
   contributors_ = landed_ == 0 ? contributors : std::min(contributors_, contributors);
   ++landed_;
   return true;
@@ -47,6 +48,8 @@ std::vector<StepCore::Count> StepCore::CountByParameter() const {
   for (size_t i = 0; i < states_.size(); ++i) {
     for (const shard_optim::Segment& segment : layout_->chunks()[i].segments) {
       Count& count = counts[segment.parameter];
+      if (count.chunks == 0) count.first_step = steps_[i];
+      count.mixed |= steps_[i] != count.first_step;
       ++count.chunks;
       count.landed += states_[i] == State::kLanded ? 1 : 0;
       count.sent |= states_[i] == State::kSent;
@@ -63,7 +66,7 @@ absl::btree_set<int> StepCore::torn() const {
   for (size_t i = 0; i < counts.size(); ++i) {
     const Count& count = counts[i];
     const bool half = count.landed > 0 && count.landed < count.chunks;
-    if (half || count.sent || count.broken) torn.insert(static_cast<int>(i));
+    if (half || count.sent || count.broken || count.mixed) torn.insert(static_cast<int>(i));
   }
   return torn;
 }
@@ -74,7 +77,7 @@ absl::Status StepCore::End() {
   const std::vector<Count> counts = CountByParameter();
   for (size_t i = 0; i < counts.size(); ++i) {
     const Count& count = counts[i];
-    if (count.landed == count.chunks) {
+    if (count.landed == count.chunks && !count.mixed) {
       torn_.erase(static_cast<int>(i));
     } else if (count.landed > 0 || count.broken) {
       torn_.insert(static_cast<int>(i));

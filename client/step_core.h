@@ -22,13 +22,12 @@ class StepCore {
   void Begin();
   /// Each chunk is sent once, and then lands or fails once; what comes twice is ignored.
   void Sent(int chunk);
-  /// Its new value is whole in the parameters. Returns false if it was not expected.
-  bool Landed(int chunk, int contributors);
+  /// Its new value, of round `step` (0 where chunks count for themselves, in async), is whole in the
+  /// parameters. Returns false if it was not expected.
+  bool Landed(int chunk, int contributors, int64_t step);
   /// Its value did not come. DataLoss: it may have come in part.
   bool Failed(int chunk, const absl::Status& status);
 
-  bool begun() const { return begun_; }
-  int unsent() const { return static_cast<int>(states_.size()) - sent_; }
   /// Sent, and neither landed nor failed.
   int outstanding() const { return sent_ - landed_ - failed_; }
   bool over() const { return begun_ && landed_ + failed_ == static_cast<int>(states_.size()); }
@@ -42,14 +41,17 @@ class StepCore {
   /// Owners that still owe a chunk, by index.
   std::vector<int> MissingOwners() const;
 
-  /// Parameters that may hold half a value, by index: kept until an exchange brings all their chunks. While
-  /// one is under way (or timed out and not over), also those that it brought in part, or may be bringing.
+  /// Parameters that may hold half a value, by index: kept until an exchange brings all their chunks, of one
+  /// step. While one is under way (or timed out and not over), also those that it brought in part, or may be
+  /// bringing.
   absl::btree_set<int> torn() const;
 
  private:
   struct Count {  // Of a parameter's chunks.
     int chunks = 0, landed = 0;
     bool sent = false, broken = false;
+    int64_t first_step = 0;
+    bool mixed = false;  // Present values are of different steps.
   };
   std::vector<Count> CountByParameter() const;
 
@@ -62,6 +64,7 @@ class StepCore {
   };
   const shard_optim::Layout* const layout_;
   std::vector<State> states_;
+  std::vector<int64_t> steps_;  // Of the present values; over exchanges.
   bool begun_ = false;
   int sent_ = 0, landed_ = 0, failed_ = 0;
   int contributors_ = 0;

@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
@@ -19,9 +19,6 @@
 
 namespace Atoll::client {
 namespace {
-
-constexpr absl::Duration kAsyncLimit = absl::Seconds(60);
-constexpr absl::Duration kLeaveLimit = absl::Seconds(5);
 
 class TrainerImpl : public Trainer {
  public:
@@ -50,7 +47,7 @@ class TrainerImpl : public Trainer {
   bool sync() const { return std::holds_alternative<shard_optim::Sync>(options_.policy); }
   absl::Duration round_limit() const {
     const auto* policy = std::get_if<shard_optim::Sync>(&options_.policy);
-    return policy != nullptr ? policy->round_limit : kAsyncLimit;
+    return policy != nullptr ? policy->round_limit : options_.async_limit;
   }
   const ParameterSet& parameters() const { return exchange_->parameters(); }
   const shard_optim::Layout& layout() const { return exchange_->layout(); }
@@ -69,7 +66,7 @@ class TrainerImpl : public Trainer {
   void PushBucket(int bucket, const at::Tensor& direct);
   void Flush();
   absl::Status Complaint();
-  absl::Status Resume(absl::Duration limit);
+  absl::Status Resume(absl::Time deadline);
 
   Session& session_;
   TrainerOptions options_;
@@ -102,7 +99,9 @@ class TrainerImpl : public Trainer {
 
 absl::Status TrainerImpl::Start(const NamedTensors& named) {
   ATOLL_RETURN_IF_ERROR(session_.CheckActive());
+  const absl::Time deadline = base::Now() + options_.attach_limit;
   ATOLL_RETURN_IF_ERROR(shard_optim::Validate(options_.optimizer));
+  ATOLL_RETURN_IF_ERROR(shard_optim::Validate(options_.policy));
   ATOLL_ASSIGN_OR_RETURN(ParameterSet parameters, ParameterSet::Create(named));
   shard_optim::ShardArguments arguments;
   arguments.model = options_.name;
@@ -117,22 +116,19 @@ absl::Status TrainerImpl::Start(const NamedTensors& named) {
   ATOLL_RETURN_IF_ERROR(session_.ClaimModel(options_.name));
   claimed_ = true;
   ATOLL_RETURN_IF_ERROR(InstallHooks(parameters));
-  ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<ShardSet> shards,
-                         ShardSet::Open(session_, arguments, options_.attach_limit));
+  ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<ShardSet> shards, ShardSet::Open(session_, arguments, deadline));
   Exchange::Limits limits;
   limits.window_bytes = options_.window_bytes;
   limits.retained_bytes = options_.window_bytes / 2;
   exchange_ = std::make_shared<Exchange>(std::move(layout), std::move(parameters), std::move(shards), limits);
-  ATOLL_ASSIGN_OR_RETURN(auto registered,
-                         Register(exchange_->shards(), session_.worker_index(), options_.attach_limit));
+  ATOLL_ASSIGN_OR_RETURN(auto registered, Register(exchange_->shards(), session_.worker_index(), deadline));
   registered_ = true;
-  const bool load = std::any_of(registered.begin(), registered.end(), [](const auto& r) { return r.load; });
-  ATOLL_ASSIGN_OR_RETURN(step_, JoinRoster(exchange_->shards(), registered, options_.attach_limit));
-  const absl::Duration limit = std::max(options_.attach_limit, round_limit()) + options_.answer_margin;
-  if (load) return LoadAll(exchange_, limit);
-  auto pulled = PullAll(exchange_, sync() ? step_ - 1 : 0, limit);
+  ATOLL_ASSIGN_OR_RETURN(step_, JoinRoster(exchange_->shards(), registered, deadline));
+  // Values may have to wait for a round that is under way.
+  const absl::Time values_there = std::max(deadline, base::Now() + round_limit()) + options_.answer_margin;
+  const absl::Status status = LoadOrPull(exchange_, registered, sync() ? step_ - 1 : 0, values_there);
   exchange_->parameters().BumpVersions();
-  return pulled.status();
+  return status;
 }
 
 absl::Status TrainerImpl::InstallHooks(const ParameterSet& parameters) {
@@ -160,8 +156,14 @@ TrainerImpl::~TrainerImpl() {
   if (!registered_ || left_ || !session_.active()) return;
   shard_optim::Leave request;
   request.after_step = phase_ == Phase::kLanding ? step_ : step_ - 1;
-  auto left = exchange_->shards().CallAll<shard_optim::Leave>({request}, kLeaveLimit);
+  auto left = exchange_->shards().CallAll<shard_optim::Leave>({request}, options_.leave_limit);
   if (!left.ok()) ATOLL_LOG(kWarning) << "leaving the roster of '" << options_.name << "': " << left.status();
+  if (phase_ == Phase::kPushing) return;  // No landing was opened.
+  const absl::Status landed = exchange_->AwaitLandings(base::Now() + options_.answer_margin);
+  if (!landed.ok()) {
+    ATOLL_LOG(kError) << "values may still land in parameters of '" << options_.name
+                      << "', whose trainer is gone: " << landed;
+  }
 }
 
 absl::Status TrainerImpl::Usable() const {
@@ -249,7 +251,7 @@ void TrainerImpl::BeginStep() {
   accumulated_ = -1;
   gradient_error_ = absl::OkStatus();
   phase_ = Phase::kPushing;
-  exchange_->Begin(absl::Now() + options_.backward_limit + round_limit() + options_.answer_margin);
+  exchange_->Begin(base::Now() + options_.backward_limit + round_limit() + options_.answer_margin);
 }
 
 // A parameter's gradient is final: its bucket leaves when all of it is.
@@ -326,7 +328,8 @@ absl::Status TrainerImpl::Complaint() {
                      " was complete: one backward a step, or Accumulate() around all but the last. The first "
                      "one's gradients were applied, the second's were not"));
   }
-  return gradient_error_;
+  ATOLL_RETURN_IF_ERROR(gradient_error_);
+  return parameters().CheckInPlace();
 }
 
 absl::StatusOr<StepResult> TrainerImpl::Step() {
@@ -350,7 +353,7 @@ absl::StatusOr<StepResult> TrainerImpl::Step() {
     in_backward_ = false;
     Flush();
   }
-  auto result = exchange_->Wait(absl::Now() + round_limit() + options_.answer_margin);
+  auto result = exchange_->Wait(base::Now() + round_limit() + options_.answer_margin);
   phase_ = Phase::kIdle;
   parameters().BumpVersions();
   if (!result.ok()) {
@@ -382,30 +385,33 @@ absl::Status TrainerImpl::Refresh() {
   }
   ATOLL_RETURN_IF_ERROR(parameters().CheckInPlace());
   const absl::Duration limit = round_limit() + options_.answer_margin;
-  ATOLL_RETURN_IF_ERROR(exchange_->Settle(absl::Now() + limit));
+  ATOLL_RETURN_IF_ERROR(exchange_->Settle(base::Now() + limit));
+  const absl::Time deadline = base::Now() + limit;
   if (failed_.ok()) {
-    failed_ = PullAll(exchange_, sync() ? step_ - 1 : 0, limit).status();
+    failed_ = PullAll(exchange_, sync() ? step_ - 1 : 0, deadline).status();
   } else {
-    failed_ = Resume(limit);
+    failed_ = Resume(deadline);
   }
   parameters().BumpVersions();
   return failed_;
 }
 
 // After a failed step: takes part again, in the same step where an owner still waits for it.
-absl::Status TrainerImpl::Resume(absl::Duration limit) {
-  ATOLL_ASSIGN_OR_RETURN(auto registered, Register(exchange_->shards(), session_.worker_index(), limit));
+absl::Status TrainerImpl::Resume(absl::Time deadline) {
+  ATOLL_ASSIGN_OR_RETURN(auto registered, Register(exchange_->shards(), session_.worker_index(), deadline));
   bool in_roster = true;
   int64_t next_step = INT64_MAX;
-  for (const auto& reply : registered) {
-    in_roster &= reply.joined;
-    next_step = std::min(next_step, reply.next_step);
+  for (size_t owner = 0; owner < registered.size(); ++owner) {
+    in_roster &= registered[owner].joined;
+    // An owner of nothing never counts.
+    if (layout().owners()[owner].chunk_count > 0)
+      next_step = std::min(next_step, registered[owner].next_step);
   }
   if (!in_roster) {  // We counted as dead.
-    ATOLL_ASSIGN_OR_RETURN(step_, JoinRoster(exchange_->shards(), registered, limit));
-    return PullAll(exchange_, sync() ? step_ - 1 : 0, limit).status();
+    ATOLL_ASSIGN_OR_RETURN(step_, JoinRoster(exchange_->shards(), registered, deadline));
+    return PullAll(exchange_, sync() ? step_ - 1 : 0, deadline).status();
   }
-  ATOLL_ASSIGN_OR_RETURN(int64_t oldest, PullAll(exchange_, 0, limit));
+  ATOLL_ASSIGN_OR_RETURN(int64_t oldest, PullAll(exchange_, 0, deadline));
   // In sync no round is made without us: the step is over where all values are of it. In async an owner that
   // had no push of it yet expects one.
   step_ = sync() ? oldest + 1 : next_step;

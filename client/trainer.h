@@ -66,8 +66,13 @@ struct TrainerOptions {
   absl::Duration backward_limit = absl::Minutes(10);
   /// Granted on top of the owners' own limit for a round, so that their error, which knows more, comes first.
   absl::Duration answer_margin = absl::Seconds(10);
-  /// For the other workers to attach and the first values to come.
+  /// For the owners to answer, the other workers to attach and the first values to come, in all. (Who comes
+  /// late waits for the round under way, too: the owners' limit and answer_margin are granted for its end.)
   absl::Duration attach_limit = absl::Seconds(60);
+  /// Async has no rounds: the longest time from the end of backward to an owner's new values.
+  absl::Duration async_limit = absl::Seconds(60);
+  /// For the owners to hear in the destructor that this worker leaves.
+  absl::Duration leave_limit = absl::Seconds(5);
 };
 
 /// What a step did.
@@ -92,8 +97,9 @@ class [[nodiscard]] AccumulationScope {
   std::function<void()> close_;
 };
 
-/// Used from one thread (that of the training loop, and of its backward). The destructor removes the hooks
-/// and leaves the roster. In a child of fork all of it fails with FailedPrecondition, a backward's gradients go
+/// Used from one thread (that of the training loop, and of its backward). The destructor removes the hooks,
+/// leaves the roster, and waits, for answer_margin at the most, for values that may still land in parameters
+/// (after a Step that gave up, or none after backward). In a child of fork all of it fails with FailedPrecondition, a backward's gradients go
 /// nowhere, and the destructor only removes the hooks.
 class Trainer {
  public:
@@ -110,10 +116,15 @@ class Trainer {
   /// After backward(): waits until every parameter has its new value (sync: of this round). `.grad` of every
   /// parameter is then undefined: gradients were handed over. Errors are those of the calls; after one,
   /// parameters that may be half new are torn (torn()), and Step refuses (FailedPrecondition, naming them)
-  /// until Refresh(). Without a backward before it, it contributes no gradients. FailedPrecondition after two
-  /// backwards without a scope (the first counted, and the step was made), Aborted after one that threw (what
-  /// had left counted, and the step was made), both naming a parameter. FailedPrecondition, with nothing done
-  /// and nothing lost, while a scope is open, and after scopes without a backward behind them.
+  /// until Refresh(). A gradient that was in `.grad` already (set by hand, or from before Attach) of a
+  /// parameter to which this backward, or none, brought one is contributed too: zero_grad() first if it
+  /// should not be.
+  /// Errors after which the step was made with the rest of the gradients, so that no Refresh is needed, all
+  /// naming a parameter: FailedPrecondition after two backwards without a scope (the first counted) and after
+  /// a parameter's memory was exchanged (set_data; its new values are in what it had at Attach); Aborted after
+  /// a backward that threw (what had left counted); InvalidArgument for a gradient that does not have its
+  /// parameter's dtype and shape. FailedPrecondition, with nothing done and nothing lost, while a scope is
+  /// open, and after scopes without a backward behind them.
   virtual absl::StatusOr<StepResult> Step() = 0;
 
   /// While the scope lives, gradients stay in `.grad`, and those of later backwards are added to them by
@@ -128,11 +139,14 @@ class Trainer {
   /// refused.
   virtual absl::Status SetLearningRate(double lr) = 0;
 
-  /// Receives all parameters whole from the owners, as they hold them now; after a failed Step, takes part
-  /// again.
+  /// Receives all parameters from the owners, as they hold them now; after a failed Step, takes part again:
+  /// the next Step makes the same one where an owner has it not. So if the round ended when only a part of
+  /// its chunks was applied, a parameter may have some chunks of that step and some of the one before: it stays
+  /// torn() until the step is made. (Async: what an owner applied before the failure counts, and the repeated
+  /// gradients do not count there.)
   virtual absl::Status Refresh() = 0;
-  /// Names of parameters that may hold half a value; between the end of backward and the return of Step also
-  /// those that are landing.
+  /// Names of parameters that may hold half a value: do not save or compare those. Between the end of backward
+  /// and the return of Step also those that are landing.
   virtual std::vector<std::string> torn() const = 0;
 
   /// This worker has no more data: rounds after this go on without it. Later Steps fail.
@@ -143,7 +157,7 @@ class Trainer {
     std::string owner;
     int64_t parameters = 0;    ///< Elements.
     uint64_t state_bytes = 0;  ///< Of optimizer state.
-    int64_t steps = 0;         ///< Sync: rounds applied. Async: contributions applied.
+    int64_t steps = 0;         ///< Sync: rounds applied. Async: steps of all workers together.
   };
   virtual absl::StatusOr<std::vector<ShardInfo>> Shards() = 0;
 };

@@ -176,10 +176,7 @@ absl::Status Validate(const WorkerOptions& options) {
   ATOLL_RETURN_IF_ERROR(range("batch", options.batch, 1, 1000000));
   ATOLL_RETURN_IF_ERROR(range("accumulate", options.accumulate, 1, 1000000));
   ATOLL_RETURN_IF_ERROR(range("max_steps", options.max_steps, 0, int64_t{1} << 40));
-  if (const auto* sync = std::get_if<shard_optim::Sync>(&options.policy);
-      sync != nullptr && sync->round_limit <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError("round_limit should be above zero");
-  }
+  ATOLL_RETURN_IF_ERROR(shard_optim::Validate(options.policy));
   return shard_optim::Validate(options.adam);
 }
 
@@ -209,7 +206,11 @@ absl::StatusOr<WorkerSummary> RunWorker(Session& session, const Data& data, Mode
   for (const auto& [_, tensor] : model.parameters().items()) summary.parameters += tensor.numel();
   summary.checksum = Checksum(model.parameters());
   if (options.evaluate && !summary.stopped && session.worker_index() == 0) {
-    summary.accuracy = Accuracy(model, data, data.test);
+    try {
+      summary.accuracy = Accuracy(model, data, data.test);
+    } catch (const std::exception& error) {
+      return absl::InternalError(absl::StrCat("the model failed on the test images: ", error.what()));
+    }
   }
   return summary;
 }

@@ -12,7 +12,7 @@ using shard_optim::Layout;
 using shard_optim::LayoutOptions;
 using shard_optim::ParameterSpec;
 
-// 'big' takes two chunks, 'a' and 'b' share one: three chunks in all, on two owners.
+// 'big' takes two chunks, 'a' and 'b' share one: three chunks in all.
 Layout SmallLayout() {
   std::vector<ParameterSpec> parameters = {
       {"big", {2048}, {1}, c10::ScalarType::Float},
@@ -45,15 +45,15 @@ TEST_F(StepCoreTest, IsOverWhenAllLandedInAnyOrder) {
     core_.Begin();
     EXPECT_FALSE(core_.idle());
     core_.Sent(order[0]);
-    EXPECT_TRUE(core_.Landed(order[0], 3));  // One may land before others are sent.
-    EXPECT_FALSE(core_.Landed(order[0], 3));
+    EXPECT_TRUE(core_.Landed(order[0], 3, 1));  // One may land before others are sent.
+    EXPECT_FALSE(core_.Landed(order[0], 3, 1));
     core_.Sent(order[1]);
     core_.Sent(order[2]);
     EXPECT_EQ(core_.outstanding(), 2);
-    EXPECT_TRUE(core_.Landed(order[2], 2));
+    EXPECT_TRUE(core_.Landed(order[2], 2, 1));
     EXPECT_FALSE(core_.over());
     EXPECT_EQ(core_.MissingOwners(), std::vector<int>{0});
-    EXPECT_TRUE(core_.Landed(order[1], 3));
+    EXPECT_TRUE(core_.Landed(order[1], 3, 1));
     ASSERT_TRUE(core_.over());
     EXPECT_TRUE(core_.End().ok());
     EXPECT_EQ(core_.contributors(), 2);
@@ -64,9 +64,9 @@ TEST_F(StepCoreTest, IsOverWhenAllLandedInAnyOrder) {
 
 TEST_F(StepCoreTest, AFailureOfOneChunkOfTwoTearsTheParameter) {
   SendAll();
-  core_.Landed(0, 1);
+  core_.Landed(0, 1, 1);
   core_.Failed(1, absl::UnavailableError("owner0 died"));
-  core_.Landed(2, 1);
+  core_.Landed(2, 1, 1);
   absl::Status status = core_.End();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("1 of 3"), std::string::npos) << status;
@@ -76,11 +76,28 @@ TEST_F(StepCoreTest, AFailureOfOneChunkOfTwoTearsTheParameter) {
   SendAll();
   core_.Failed(0, absl::UnavailableError("x"));
   core_.Failed(1, absl::UnavailableError("x"));
-  core_.Landed(2, 1);
+  core_.Landed(2, 1, 1);
   EXPECT_FALSE(core_.End().ok());
   EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0}));
   SendAll();
-  for (int i = 0; i < 3; ++i) core_.Landed(i, 1);
+  for (int i = 0; i < 3; ++i) core_.Landed(i, 1, 1);
+  EXPECT_TRUE(core_.End().ok());
+  EXPECT_TRUE(core_.torn().empty());
+}
+
+TEST_F(StepCoreTest, ChunksOfTwoStepsTearTheParameterThoughAllHaveLanded) {
+  SendAll();
+  core_.Landed(0, 1, 7);
+  core_.Landed(1, 1, 6);
+  core_.Landed(2, 1, 7);
+  EXPECT_TRUE(core_.End().ok());
+  EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0}));
+  SendAll();  // The step is made again, and fails.
+  for (int i = 0; i < 3; ++i) core_.Failed(i, absl::UnavailableError("x"));
+  EXPECT_FALSE(core_.End().ok());
+  EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0}));
+  SendAll();
+  for (int i = 0; i < 3; ++i) core_.Landed(i, 1, 7);
   EXPECT_TRUE(core_.End().ok());
   EXPECT_TRUE(core_.torn().empty());
 }
@@ -88,7 +105,7 @@ TEST_F(StepCoreTest, AFailureOfOneChunkOfTwoTearsTheParameter) {
 TEST_F(StepCoreTest, WhatIsLandingMayBeTornUntilItIsThere) {
   SendAll();
   EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0, 1, 2}));
-  core_.Landed(2, 1);
+  core_.Landed(2, 1, 1);
   core_.Failed(0, absl::DeadlineExceededError("x"));
   EXPECT_EQ(core_.torn(), (absl::btree_set<int>{0})) << "chunk 1 of 'big' may still land";
   core_.Failed(1, absl::DeadlineExceededError("x"));
@@ -106,8 +123,8 @@ TEST_F(StepCoreTest, NothingLandedIsStaleAndWhole) {
 
 TEST_F(StepCoreTest, ABrokenLandingTearsAllThatShareTheChunk) {
   SendAll();
-  core_.Landed(0, 1);
-  core_.Landed(1, 1);
+  core_.Landed(0, 1, 1);
+  core_.Landed(1, 1, 1);
   core_.Failed(2, absl::DataLossError("cut in the middle"));
   EXPECT_EQ(core_.End().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(core_.torn(), (absl::btree_set<int>{1, 2}));

@@ -130,5 +130,45 @@ TEST_F(TornLanding, WhatStandsStillIsTornUntilRefresh) {
   EXPECT_TRUE(Whole());
 }
 
+TEST_F(TornLanding, TheTrainersEndWaitsForIt) {
+  options_.leave_limit = options_.answer_margin = kHang;
+  Begin();
+  ASSERT_TRUE(relay_->WaitHeld(kHang));
+  std::thread cutter([&] { relay_->Cut(); });
+  trainer_.reset();
+  EXPECT_TRUE(Whole());
+  EXPECT_FALSE(SecondHalfIs(old_));
+  cutter.join();
+}
+
+// Small enough for owner 1 alone: owner 0 has nothing of it, and counts no steps.
+TEST_F(TornLanding, AnAsyncStepIsCountedOnBesideAnOwnerOfNothing) {
+  options_.policy = shard_optim::Async{};
+  options_.async_limit = absl::Seconds(5);
+  options_.answer_margin = absl::Seconds(1);
+  parameter_ = at::zeros({64}).requires_grad_(true);
+  trainer_ = AttachOrFail(job_.worker(0), NamedTensors({{"w", parameter_}}), options_);
+  ASSERT_NE(trainer_, nullptr);
+  for (int step = 1; step <= 2; ++step) {
+    parameter_.sum().backward();
+    auto result = trainer_->Step();
+    ASSERT_TRUE(result.ok()) << result.status();
+  }
+  relay_->HoldAfter(0);
+  parameter_.sum().backward();
+  EXPECT_EQ(trainer_->Step().status().code(), absl::StatusCode::kDeadlineExceeded);
+  relay_->Cut();
+  const absl::Status refreshed = trainer_->Refresh();
+  ASSERT_TRUE(refreshed.ok()) << refreshed;
+  parameter_.sum().backward();
+  auto result = trainer_->Step();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->step, 4) << "step 3 was made, though its values were late";
+  auto shards = trainer_->Shards();
+  ASSERT_TRUE(shards.ok()) << shards.status();
+  EXPECT_EQ(shards->at(0).steps, 0);
+  EXPECT_EQ(shards->at(1).steps, 4);
+}
+
 }  // namespace
 }  // namespace Atoll::client

@@ -376,6 +376,32 @@ TEST_F(Trainers, TwoBackwardsAreRefusedAndTheNextStepIsFine) {
   ExpectSame(model, expected);
 }
 
+TEST_F(Trainers, ExchangedMemoryIsNoticedInTheStepOfItsBackward) {
+  TrainingJob job(1, 1);
+  SmallModel model(1);
+  auto trainer = AttachOrFail(job.worker(0), model.named());
+  ASSERT_NE(trainer, nullptr);
+  const TestBatch batch(1, 0);
+  const at::Tensor attached = model.w2.detach();
+  model.w2.set_data(attached.clone());
+  auto result = TrainOn(*trainer, model, batch);
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition) << result.status();
+  EXPECT_THAT(std::string(result.status().message()), HasSubstr("'w2'"));
+  model.w2.set_data(attached);
+  result = TrainOn(*trainer, model, batch);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->step, 2);
+}
+
+TEST_F(Trainers, ARoundLimitThatCannotTravelIsRefusedFirst) {
+  TrainingJob job(1, 1);
+  SmallModel model(1);
+  auto trainer =
+      Trainer::Attach(job.worker(0), model.named(), OptionsOf(Sync{.round_limit = absl::Microseconds(100)}));
+  EXPECT_EQ(trainer.status().code(), absl::StatusCode::kInvalidArgument) << trainer.status();
+  EXPECT_THAT(std::string(trainer.status().message()), HasSubstr("round_limit is 100us"));
+}
+
 TEST_F(Trainers, ABackwardThatThrewIsToldAndTheNextStepIsFine) {
   TrainingJob job(1, 1);
   SmallModel model(1);
