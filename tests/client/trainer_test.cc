@@ -73,13 +73,12 @@ TEST_P(SyncParity, IsBitwiseTheHalvedSumInRankOrderAndNearTheWholeBatch) {
 }
 INSTANTIATE_TEST_SUITE_P(Owners, SyncParity, testing::Values(1, 2, 3));
 
-TEST_F(Trainers, AsyncLearnsAndCountsEveryPush) {
+TEST_F(Trainers, AsyncLearnsAndCountsEveryStep) {
   constexpr int kSteps = 60;
   TrainingJob job(2, 2);
   std::vector<SmallModel> models = {SmallModel(1), SmallModel(1)};
   const TestBatch probe(1000, 0, 128);
   const double before = models[0].Loss(probe.x, probe.target).item<double>();
-  std::atomic<int64_t> steps{0};
   InParallel(2, [&](int w) {
     at::set_num_threads(1);
     TrainerOptions options = OptionsOf(Async{});
@@ -94,11 +93,9 @@ TEST_F(Trainers, AsyncLearnsAndCountsEveryPush) {
     if (w == 0) {
       auto shards = trainer->Shards();
       ASSERT_TRUE(shards.ok()) << shards.status();
-      for (const auto& shard : *shards) steps += shard.steps;
+      for (const auto& shard : *shards) EXPECT_EQ(shard.steps, 2 * kSteps) << shard.owner;
     }
   });
-  EXPECT_GE(steps, 2 * kSteps * SmallModel::kChunks);  // The owners' border may add one.
-  EXPECT_EQ(steps % (2 * kSteps), 0);
   ExpectSame(models[0], models[1]);
   EXPECT_LT(models[0].Loss(probe.x, probe.target).item<double>(), 0.7 * before);
 }

@@ -109,7 +109,7 @@ TEST(MessagesTest, ErrorsNameTheMessage) {
 }
 
 TEST(OptionsTest, EveryRangeIsChecked) {
-  EXPECT_TRUE(Validate({}).ok());
+  EXPECT_TRUE(Validate(AdamOptions{}).ok());
   EXPECT_THAT(std::string(Validate({.lr = -1}).message()), HasSubstr("lr is -1"));
   EXPECT_FALSE(Validate({.lr = std::nan("")}).ok());
   EXPECT_FALSE(Validate({.beta1 = 1}).ok());
