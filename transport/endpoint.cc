@@ -91,6 +91,10 @@ class EndpointImpl final : public Endpoint {
 
  private:
   void BreakOnLoop(absl::string_view why);
+  bool broken() const {
+    absl::MutexLock lock(&mu_);
+    return !broken_.ok();
+  }
   /// Why nothing can be connected any more; OK until then.
   absl::Status Ended() const;
   void MakeCore();
@@ -345,21 +349,17 @@ void EndpointImpl::Close() {
     std::deque<std::shared_ptr<Pipe>> waiting;
     waiting.swap(waiting_);
     waiting.clear();
-    core_->close();
+    if (!broken()) core_->close();
   });
 }
 
 void EndpointImpl::Join() {
   if (in_child()) return;
   if (engine_ == nullptr || engine_->loop == nullptr) return;
-  bool broken;
-  {
-    absl::MutexLock lock(&mu_);
-    broken = !broken_.ok();
-  }
-  if (broken && core_ != nullptr) GiveUp(std::move(core_));
-  if (core_ != nullptr) core_->join();
+  if (core_ != nullptr && !broken()) core_->join();
   transport_->join();
+  // The loop used it to its end.
+  if (core_ != nullptr && broken()) GiveUp(std::move(core_));
 }
 
 }  // namespace
