@@ -4,28 +4,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "atoll/base/status.h"
-#include "atoll/transport/refusal.h"
 
 namespace Atoll::transport {
-namespace {
-
-/// Of several failures, which tells most: somebody who answers and refuses says more than silence.
-int Weight(absl::StatusCode code) {
-  switch (code) {
-    case absl::StatusCode::kUnauthenticated:
-      return 4;
-    case absl::StatusCode::kFailedPrecondition:
-      return 3;
-    case absl::StatusCode::kNotFound:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
-}  // namespace
 
 Dialer::Dialer(std::shared_ptr<TransportContext> context, base::MemberId expected, Lane lane,
                absl::Time deadline, Open open, Done done)
@@ -39,7 +20,8 @@ Dialer::Dialer(std::shared_ptr<TransportContext> context, base::MemberId expecte
 
 void Dialer::AwaitNames(const std::string& names) {
   names_timer_ = loop_.At(deadline_, [self = shared_from_this(), names] {
-    self->failures_.push_back(absl::UnavailableError(absl::StrCat("no answer in time about ", names)));
+    self->failures_.push_back(
+        {std::nullopt, absl::UnavailableError(absl::StrCat("no answer in time about ", names))});
     self->GiveUp();
   });
 }
@@ -49,8 +31,9 @@ void Dialer::Start(Resolver::Result found) {
   if (names_timer_.has_value()) loop_.Cancel(*names_timer_);
   names_timer_.reset();
   targets_ = std::move(found.targets);
-  failures_ = std::move(found.failures);
-  untried_ = failures_.size();
+  for (const Target& target : targets_)
+    farthest_ = std::max(farthest_, std::optional(ReachOf(target.address)));
+  for (absl::Status& failure : found.failures) failures_.push_back({std::nullopt, std::move(failure)});
   Next();
 }
 
@@ -92,28 +75,16 @@ void Dialer::OnGreeted(const Target& target, Greeted greeted) {
 }
 
 void Dialer::Failed(const Target& target, const absl::Status& status) {
-  failures_.push_back(base::Annotate(status, target.text));
+  failures_.push_back({ReachOf(target.address), base::Annotate(status, target.text)});
   // Not from within the greeter's call, so that many dead addresses do not pile up on the stack.
   loop_.Defer([self = shared_from_this()] { self->Next(); });
 }
 
 void Dialer::GiveUp() {
-  if (failures_.empty()) failures_.push_back(absl::UnavailableError("no address to try"));
-  auto best = std::max_element(
-      failures_.begin(), failures_.end(),
-      [](const absl::Status& a, const absl::Status& b) { return Weight(a.code()) < Weight(b.code()); });
-  absl::StatusCode code = Weight(best->code()) > 1 ? best->code() : absl::StatusCode::kUnavailable;
-  if (code == absl::StatusCode::kUnavailable && loop_.Now() >= deadline_)
-    code = absl::StatusCode::kDeadlineExceeded;
-  // One that answers anything else, or nothing, may be alive.
-  const bool refused = code == absl::StatusCode::kUnavailable && failures_.size() > untried_ &&
-                       std::all_of(failures_.begin() + untried_, failures_.end(), IsRefused);
-  const std::string name = expected_.name.empty() ? "the peer" : expected_.name;
-  const std::string text = absl::StrJoin(failures_, "; ", [](std::string* out, const absl::Status& status) {
-    absl::StrAppend(out, status.message());
-  });
-  const std::string message = absl::StrCat("cannot connect to ", name, ": ", text);
-  Finish(base::WithRan(refused ? RefusedError(message) : absl::Status(code, message), base::Ran::kNo));
+  if (failures_.empty()) failures_.push_back({std::nullopt, absl::UnavailableError("no address to try")});
+  const std::string text =
+      absl::StrCat("cannot connect to ", expected_.name.empty() ? "the peer" : expected_.name);
+  Finish(base::WithRan(DialVerdict(text, failures_, farthest_, loop_.Now() >= deadline_), base::Ran::kNo));
 }
 
 void Dialer::Abort(absl::Status status) {

@@ -12,6 +12,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "atoll/transport/dial_verdict.h"
 #include "atoll/transport/greeter.h"
 #include "atoll/transport/link.h"
 #include "atoll/transport/resolver.h"
@@ -52,8 +53,8 @@ class Dialer : public std::enable_shared_from_this<Dialer> {
   Done done_;
   absl::AnyInvocable<void()> on_done_;
   std::deque<Target> targets_;
-  std::vector<absl::Status> failures_;
-  size_t untried_ = 0;  // The first of failures_.
+  std::vector<DialFailure> failures_;
+  std::optional<Reach> farthest_;
   std::optional<Loop::TimerId> names_timer_;
   std::shared_ptr<Greeter> greeter_;
   std::shared_ptr<Pipe> pipe_;  // Being established.
