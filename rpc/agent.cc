@@ -13,6 +13,7 @@
 #include "atoll/rpc/payload.h"
 #include "atoll/rpc/self_calls.h"
 #include "atoll/rpc/session.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/rpc/wire.h"
 
 namespace Atoll::rpc {
@@ -27,43 +28,6 @@ void ReturnLoansInChild(Payload payload) {
 }
 
 }  // namespace
-
-// Responders.
-
-struct Responder::State {
-  base::ForkMark fork_mark;
-  absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply;
-};
-
-Responder::Responder() = default;
-Responder::Responder(Responder&&) noexcept = default;
-Responder::Responder(std::unique_ptr<State> state) : state_(std::move(state)) {}
-
-Responder& Responder::operator=(Responder&& other) noexcept {
-  if (this != &other) {
-    Responder dropped(std::move(*this));
-    state_ = std::move(other.state_);
-  }
-  return *this;
-}
-
-Responder::~Responder() {
-  if (state_ != nullptr) std::move(*this).Reply(absl::InternalError("the handler dropped the call"));
-}
-
-void Responder::Reply(absl::StatusOr<Payload> reply) && {
-  std::unique_ptr<State> state = std::move(state_);
-  if (state == nullptr) return;
-  if (!state->fork_mark.in_child()) return std::move(state->reply)(std::move(reply));
-  if (reply.ok()) ReturnLoansInChild(*std::move(reply));
-  base::Abandon(std::move(state));
-}
-
-Responder Responder::From(absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply) {
-  return Responder(std::make_unique<State>(State{{}, std::move(reply)}));
-}
-
-// The agent.
 
 class AgentImpl : public Agent {
  public:
@@ -146,7 +110,9 @@ class AgentImpl : public Agent {
             (*pipe)->Close(absl::CancelledError("met"));
             hub->AddPeer({*met, addresses});
           }
-          hub->ScheduleFailure([promise, met = std::move(met)] { promise.Set(met); });
+          hub->ScheduleFailure([promise, met = std::move(met)] {
+            RunCallback("what goes on with a meeting", [&] { promise.Set(met); });
+          });
         });
     return promise.future();
   }
@@ -174,7 +140,7 @@ class AgentImpl : public Agent {
     refused = Explain(refused, to, method);
     ReturnLoans(hub_, std::move(request));
     hub_->ScheduleFailure([on_reply = std::move(on_reply), refused = std::move(refused)]() mutable {
-      std::move(on_reply)(std::move(refused));
+      RunCallback(kOnReply, std::move(on_reply), std::move(refused));
     });
   }
   using Agent::Call;
@@ -190,7 +156,9 @@ class AgentImpl : public Agent {
       absl::StatusOr<base::Unit> result = base::Unit{};
       if (!status.ok()) result = std::move(status);
       // Continuations are the user's: they run on a thread that may wait.
-      hub->ScheduleFailure([promise, result = std::move(result)] { promise.Set(result); });
+      hub->ScheduleFailure([promise, result = std::move(result)] {
+        RunCallback("what goes on with a one-way call", [&] { promise.Set(result); });
+      });
     };
     if (hub_->shutting_down()) {
       ReturnLoans(hub_, std::move(request));
@@ -306,7 +274,10 @@ base::Future<Received> Agent::Call(absl::string_view to, const MethodId& method,
   base::Promise<Received> promise;
   options.reply_inline = true;
   Call(to, method, std::move(request), std::move(options),
-       [promise, pool = pool()](absl::StatusOr<Received> result) { promise.SetOn(pool, std::move(result)); });
+       [promise, pool = pool()](absl::StatusOr<Received> result) {
+         CallbackExecutor guarded(pool, kOnReply);
+         promise.SetOn(&guarded, std::move(result));
+       });
   return promise.future();
 }
 

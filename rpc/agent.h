@@ -84,7 +84,8 @@ struct Received {
 };
 
 /// Answers one call, once: at once or later, from any thread. Destroyed unused it answers Internal ("the
-/// handler dropped the call"). Movable. Holds neither a thread nor window while it waits.
+/// handler dropped the call"; or, where an exception was the reason and came through a handler or a callback of
+/// this agent's calls, with its text). Movable. Holds neither a thread nor window while it waits.
 class Responder {
  public:
   Responder();
@@ -98,9 +99,10 @@ class Responder {
   static Responder From(absl::AnyInvocable<void(absl::StatusOr<Payload>)> reply);
 
  private:
+  friend class UserCode;
   struct State;
-  explicit Responder(std::unique_ptr<State> state);
-  std::unique_ptr<State> state_;
+  explicit Responder(std::shared_ptr<State> state);
+  std::shared_ptr<State> state_;
 };
 
 /// A call as its handler sees it.
@@ -112,6 +114,9 @@ struct ServerCall {
   std::function<bool()> cancelled;  ///< The caller gave up, or died. Thread-safe.
   Responder responder;
 };
+/// An exception that leaves a handler is the answer: Internal, with its type and text (one printable line of
+/// about 1 KiB, without LibTorch's backtrace); also where the responder is elsewhere already: its answer then
+/// goes nowhere. Of one-way calls it is only logged.
 using Handler = std::function<void(ServerCall)>;
 
 struct MethodOptions {
@@ -137,6 +142,8 @@ struct CallOptions {
   bool reply_inline = false;
 };
 
+/// What it throws is logged, and answers the calls whose responders it held: so may a handler's work go on.
+/// The same holds for callbacks of the futures below.
 using OnReply = absl::AnyInvocable<void(absl::StatusOr<Received>)>;
 
 /// A member as the agent knows it.

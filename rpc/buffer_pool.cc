@@ -3,13 +3,13 @@
 #include <sys/mman.h>
 
 #include <bit>
-#include <exception>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include "absl/strings/str_cat.h"
+#include "atoll/rpc/exception_text.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -51,8 +51,8 @@ absl::StatusOr<at::Tensor> BufferPool::Allocate(const TensorMeta& meta) {
         data, meta.sizes,
         [pool = shared_from_this(), class_bytes](void* returned) { pool->Return(returned, class_bytes); },
         options);
-  } catch (const std::exception& error) {
-    return absl::ResourceExhaustedError(absl::StrCat("no tensor of ", bytes, " bytes: ", error.what()));
+  } catch (...) {
+    return absl::ResourceExhaustedError(absl::StrCat("no tensor of ", bytes, " bytes: ", ExceptionText()));
   }
 }
 

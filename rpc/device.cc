@@ -1,6 +1,5 @@
 #include "atoll/rpc/device.h"
 
-#include <exception>
 #include <limits>
 #include <set>
 

@@ -9,7 +9,6 @@
 // Nobody waits on the host: order is handed on as events, and storage is kept for the streams that use it.
 #pragma once
 
-#include <exception>
 #include <map>
 #include <optional>
 #include <string>
@@ -25,6 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "atoll/rpc/agent.h"
+#include "atoll/rpc/exception_text.h"
 #include "atoll/transport/pipe.h"
 
 namespace Atoll::rpc {
@@ -91,13 +91,13 @@ class StreamScope {
   std::optional<c10::MultiStreamGuard> guard_;
 };
 
-/// Runs `work`; what LibTorch throws becomes an Internal status that begins with `what`.
+/// Runs `work`; what it throws becomes an Internal status that begins with `what`.
 template <class F>
 absl::Status Guarded(absl::string_view what, F work) {
   try {
     work();
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat(what, ": ", error.what()));
+  } catch (...) {
+    return absl::InternalError(absl::StrCat(what, ": ", ExceptionText()));
   }
   return absl::OkStatus();
 }

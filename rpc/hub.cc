@@ -1,13 +1,14 @@
 #include "atoll/rpc/hub.h"
 
 #include <algorithm>
-#include <exception>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/session.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/rpc/wire.h"
 
 namespace Atoll::rpc {
@@ -84,15 +85,17 @@ std::shared_ptr<const Method> Hub::FindMethod(const MethodId& id, std::string* w
 
 void Hub::Dispatch(std::shared_ptr<const Method> method, ServerCall call) {
   base::Executor* executor = method->options.executor;
-  base::Task task = [method = std::move(method), call = std::move(call)]() mutable {
-    // LibTorch throws. The responder goes down with the exception and answers.
-    std::string name = call.method.name;
+  base::Task task = [hub = shared_from_this(), method = std::move(method), call = std::move(call)]() mutable {
+    const MethodId id = call.method;
+    const base::MemberId caller = call.caller;
     const std::shared_ptr<const Streams> streams = call.request.streams;
+    UserCode guard(call.responder, std::move(hub));
     try {
       StreamScope scope(streams == nullptr ? Streams() : *streams);
       method->handler(std::move(call));
-    } catch (const std::exception& error) {
-      ATOLL_LOG(kError) << "the handler of " << name << " threw: " << error.what();
+    } catch (...) {
+      guard.Threw(absl::StrCat("the handler of ", MethodText(id.name, id.version), ", called by ",
+                               caller.ToString(), ","));
     }
   };
   if (executor != nullptr) {
@@ -215,7 +218,8 @@ void Hub::NotifyDead(const base::MemberId& id, const absl::Status& reason) {
     absl::MutexLock lock(&mu_);
     observers = observers_;
   }
-  for (const auto& observer : observers) observer(id, reason);
+  for (const auto& observer : observers)
+    RunCallback("an observer of deaths", std::cref(observer), id, reason);
 }
 
 void Hub::Clear() {

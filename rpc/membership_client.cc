@@ -1,11 +1,13 @@
 #include "atoll/rpc/membership_client.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/transport/refusal.h"
 
 namespace Atoll::rpc {
@@ -16,6 +18,7 @@ using Kind = MembershipEvent::Kind;
 
 constexpr absl::Duration kPollTimeout = absl::Seconds(60);  // Three times what the coordinator holds it.
 constexpr absl::Duration kFarewell = absl::Seconds(1);
+constexpr absl::string_view kObserver = "an observer of the membership";
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 
 /// The coordinator itself said that we are no member (it is not that it could not be asked).
@@ -163,7 +166,7 @@ void MembershipClient::Announce(MembershipEvent event) {
   }
   if (observers.empty()) return;
   observers_run_->Schedule([observers = std::move(observers), event = std::move(event)] {
-    for (const auto& observer : observers) observer(event);
+    for (const auto& observer : observers) RunCallback(kObserver, std::cref(observer), event);
   });
 }
 
@@ -179,7 +182,9 @@ void MembershipClient::OnError(std::function<void(absl::Status)> observer) {
     error = error_;
     if (error.ok()) return error_observers_.push_back(std::move(observer));
   }
-  observers_run_->Schedule([observer = std::move(observer), error] { observer(error); });
+  observers_run_->Schedule([observer = std::move(observer), error]() mutable {
+    RunCallback(kObserver, std::move(observer), error);
+  });
 }
 
 // Life and death.
@@ -267,7 +272,7 @@ void MembershipClient::Fail(absl::Status error) {
   event.reason = error;
   if (!event.member.id.name.empty()) Announce(std::move(event));
   observers_run_->Schedule([observers = std::move(observers), error] {
-    for (const auto& observer : observers) observer(error);
+    for (const auto& observer : observers) RunCallback(kObserver, std::cref(observer), error);
   });
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <utility>
 
 #include <c10/core/GradMode.h>
@@ -11,6 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "atoll/base/log.h"
+#include "atoll/rpc/exception_text.h"
+#include "atoll/rpc/user_code.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -110,7 +111,10 @@ void Message::ReturnToOrigins() const {
 }
 
 Loan::~Loan() {
-  if (hub_ != nullptr && on_return_) hub_->Schedule(std::move(on_return_));
+  if (hub_ == nullptr || !on_return_) return;
+  hub_->Schedule([on_return = std::move(on_return_)]() mutable {
+    RunCallback("the end of a loan", std::move(on_return));
+  });
 }
 
 void ReturnLoans(const std::shared_ptr<Hub>& hub, Payload payload) {
@@ -173,8 +177,8 @@ absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payloa
       out.targets.push_back(ToTransport(landing));
       // A loan that was copied ends with the call; else it goes with the message.
       (fresh ? out.inline_loans : out.loans).push_back(std::move(loans[i]));
-    } catch (const std::exception& error) {
-      return absl::InvalidArgumentError(absl::StrCat("tensor ", i, ": ", error.what()));
+    } catch (...) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", i, ": ", ExceptionText()));
     }
   }
   ATOLL_RETURN_IF_ERROR(OrderOut(out));
@@ -263,8 +267,8 @@ absl::StatusOr<std::vector<at::Tensor>> AllocateFor(const Method& method, Buffer
   absl::StatusOr<std::vector<at::Tensor>> into = absl::InternalError("");
   try {
     into = method.options.allocate(caller, body, metas);
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat("allocating for it: ", error.what()));
+  } catch (...) {
+    return absl::InternalError(absl::StrCat("allocating for it threw ", ExceptionText()));
   }
   if (!into.ok()) return into;
   ATOLL_RETURN_IF_ERROR(CheckLanding(*into));

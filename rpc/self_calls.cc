@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/payload.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/rpc/wire.h"
 
 namespace Atoll::rpc {
@@ -170,14 +171,16 @@ void SelfCalls::End(const std::shared_ptr<Pending>& pending, absl::StatusOr<Rece
   base::Task task = [ok, on_reply = std::move(pending->on_reply), result = std::move(result)]() mutable {
     const std::shared_ptr<const Streams> streams = ok ? result->streams : nullptr;
     StreamScope scope(streams == nullptr ? Streams() : *streams);
-    std::move(on_reply)(std::move(result));
+    RunCallback(kOnReply, std::move(on_reply), std::move(result));
   };
   ok ? hub_->Schedule(std::move(task)) : hub_->ScheduleFailure(std::move(task));
 }
 
 void SelfCalls::Send(const MethodId& method, Payload request,
                      absl::AnyInvocable<void(absl::Status)> on_received) {
-  Responder responder = Responder::From([](absl::StatusOr<Payload>) {});
+  Responder responder = Responder::From([hub = hub_](absl::StatusOr<Payload> reply) {
+    if (reply.ok()) ReturnLoans(hub, *std::move(reply));
+  });
   absl::Status status = Run(
       method, std::move(request), absl::InfiniteFuture(), [] { return false; }, responder);
   std::move(on_received)(status.ok() ? status : Explain(status, method, base::Ran::kNo));

@@ -1,10 +1,10 @@
 // Session: calls out and their ends, requests in and their answers.
-#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/session_state.h"
+#include "atoll/rpc/user_code.h"
 
 namespace Atoll::rpc {
 
@@ -78,7 +78,7 @@ void Session::Fail(std::unique_ptr<ClientCall> call, const absl::Status& status,
                                                        "memory, whose contents are undefined")),
                       base::Ran::kYes);
   }
-  std::move(call->on_reply)(std::move(explained));
+  RunCallback(kOnReply, std::move(call->on_reply), std::move(explained));
 }
 
 void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
@@ -144,13 +144,12 @@ void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
   if (result.ok() && !streams.empty()) result->streams = std::make_shared<Streams>(streams);
   if (call->reply_inline) {
     StreamScope scope(streams);
-    std::move(call->on_reply)(std::move(result));
-    return;
+    return RunCallback(kOnReply, std::move(call->on_reply), std::move(result));
   }
   hub_->Schedule(
       [call = std::move(call), result = std::move(result), streams = std::move(streams)]() mutable {
         StreamScope scope(streams);
-        std::move(call->on_reply)(std::move(result));
+        RunCallback(kOnReply, std::move(call->on_reply), std::move(result));
       });
 }
 
@@ -216,7 +215,9 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   call.deadline = deadline;
   if (one_way) {
     call.cancelled = [] { return false; };
-    call.responder = Responder::From([](absl::StatusOr<Payload>) {});
+    call.responder = Responder::From([hub = hub_](absl::StatusOr<Payload> reply) {
+      if (reply.ok()) ReturnLoans(hub, *std::move(reply));
+    });
   } else {
     call.cancelled = [cancelled, hub = hub_, deadline] {
       return cancelled->load() || hub->Now() >= deadline;

@@ -52,6 +52,13 @@ TEST_P(AgentEndTest, LoansReturnOnceOnEveryPath) {
   ServeEcho(a);
   ServeEcho(b);
   ServePark(b);
+  // Its answer is of a one-way call: nobody takes it.
+  std::atomic<int> noted{0};
+  ASSERT_TRUE(b.Register({"note"}, [&](ServerCall call) {
+                 Payload reply;
+                 reply.tensors.push_back(Lend(at::ones({1 << 20}), [&] { ++noted; }));
+                 std::move(call.responder).Reply(std::move(reply));
+               }).ok());
   std::atomic<int> returned{0};
   int expected = 0;
   auto call = [&](Agent& from, const char* to, const char* method, int64_t count, CallOptions options = {}) {
@@ -79,9 +86,10 @@ TEST_P(AgentEndTest, LoansReturnOnceOnEveryPath) {
     Payload note;
     note.tensors.push_back(Lend(at::ones({count}), [&] { ++returned; }));
     ++expected;
-    EXPECT_TRUE(a.Send("b", {"echo"}, std::move(note)).Wait(kHang).ok());
+    EXPECT_TRUE(a.Send("b", {"note"}, std::move(note)).Wait(kHang).ok());
     EXPECT_TRUE(Eventually([&] { return returned == expected; })) << returned << " of " << expected;
   }
+  EXPECT_TRUE(Eventually([&] { return noted == 2; })) << noted << " of 2";
   // Unsent behind a window of one, refused by the queue, and dropped with the agent.
   std::vector<base::Future<Received>> left;
   for (int i = 0; i < 8; ++i) left.push_back(call(c, "b", "park", 1 << 18));
