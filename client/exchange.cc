@@ -63,7 +63,7 @@ absl::Status Exchange::AdmitLocked(size_t bytes, const base::ThreadPool::Blockin
 }
 
 // The loan's end makes room in the window.
-rpc::OutTensor Exchange::LendCounted(int chunk, at::Tensor tensor) {
+rpc::OutTensor Exchange::LendCounted(at::Tensor tensor) {
   const size_t bytes = tensor.nbytes();
   {
     absl::MutexLock lock(&mu_);
@@ -71,12 +71,10 @@ rpc::OutTensor Exchange::LendCounted(int chunk, at::Tensor tensor) {
     ++loans_;
     result_.bytes_sent += bytes;
   }
-  return rpc::Lend(std::move(tensor), [self = shared_from_this(), chunk, bytes] {
-    Released released;
+  return rpc::Lend(std::move(tensor), [self = shared_from_this(), bytes] {
     absl::MutexLock lock(&self->mu_);
     self->unreceived_bytes_ -= bytes;
     --self->loans_;
-    self->RetainLocked(chunk, &released);
   });
 }
 
@@ -120,7 +118,7 @@ void Exchange::SendPush(const Step& step, int chunk, at::Tensor gradient, std::s
   request.optimizer = step.optimizer;
   request.defined = std::move(defined);
   std::vector<rpc::OutTensor> tensors;
-  if (gradient.defined()) tensors.push_back(LendCounted(chunk, std::move(gradient)));
+  if (gradient.defined()) tensors.push_back(LendCounted(std::move(gradient)));
   shards_->Call<shard_optim::PushGradient>(layout_.chunks()[chunk].owner, request, std::move(tensors),
                                            LandingOptions(chunk),
                                            [self = shared_from_this(), step, chunk](auto answer) {
@@ -152,7 +150,6 @@ bool Exchange::Retry(int chunk, const absl::Status& status) {
     pause =
         std::min(limits_.first_retry_pause * (1 << std::min(push->refusals, 8)), limits_.last_retry_pause);
     if (base::Now() + pause >= deadline_) return false;
-    ReleaseLocked(chunk);
     push->refused = true;
     ++push->refusals;
     refused_bytes_ += push->bytes();
@@ -179,30 +176,8 @@ void Exchange::Resend(int chunk) {
   SendPush(again.step, chunk, std::move(again.gradient), std::move(again.defined));
 }
 
-// The owner has it. What was received long ago will not be refused any more: it is kept in turn. (Gathered ones
-// are only borrowed from staging.)
-void Exchange::RetainLocked(int chunk, Released* released) {
-  std::optional<Pending>& push = pending_[chunk];
-  if (!push.has_value() || push->refused || push->retained) return;
-  push->retained = true;
-  retained_.push_back(chunk);
-  retained_bytes_ += push->bytes();
-  while (retained_bytes_ > limits_.retained_bytes && retained_.size() > 1) {
-    ForgetLocked(retained_.front(), released);
-  }
-}
-
-void Exchange::ReleaseLocked(int chunk) {
-  Pending& push = *pending_[chunk];
-  if (!push.retained) return;
-  push.retained = false;
-  retained_bytes_ -= push.bytes();
-  retained_.erase(std::find(retained_.begin(), retained_.end(), chunk));
-}
-
 void Exchange::ForgetLocked(int chunk, Released* released) {
   if (!pending_[chunk].has_value()) return;
-  ReleaseLocked(chunk);
   if (pending_[chunk]->refused) refused_bytes_ -= pending_[chunk]->bytes();
   released->push_back(std::move(pending_[chunk]->gradient));
   pending_[chunk].reset();
@@ -280,7 +255,7 @@ void Exchange::Load(int chunk, int64_t step) {
   shard_optim::Load request;
   request.chunk = chunk;
   std::vector<rpc::OutTensor> tensors;
-  tensors.push_back(LendCounted(chunk, std::move(values)));
+  tensors.push_back(LendCounted(std::move(values)));
   shards_->Call<shard_optim::Load>(where.owner, request, std::move(tensors), std::move(options),
                                    [self = shared_from_this(), chunk, step](auto answer) {
                                      if (!answer.ok()) return self->Fail(chunk, answer.status());

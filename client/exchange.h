@@ -6,7 +6,6 @@
 // Held by shared_ptr: calls in flight keep it, and with it all memory that they read or write.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,10 +30,8 @@ namespace Atoll::client {
 class Exchange : public std::enable_shared_from_this<Exchange> {
  public:
   struct Limits {
-    size_t window_bytes = 32 << 20;    ///< Sent and not yet received; Push waits beyond it.
-    size_t retained_bytes = 16 << 20;  ///< Received, and kept for a while: the owner may still say that it
-                                       ///< had no room, and then the same is sent again.
-    /// Before that; doubled with each refusal, up to the last.
+    size_t window_bytes = 32 << 20;  ///< Sent and not yet received; Push waits beyond it.
+    /// Before a push that the owner had no room for is sent again; doubled with each refusal, up to the last.
     absl::Duration first_retry_pause = absl::Milliseconds(20);
     absl::Duration last_retry_pause = absl::Milliseconds(320);
   };
@@ -86,12 +83,13 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::vector<std::string> torn() const;
 
  private:
-  struct Pending {  // A push that may have to be sent again.
+  // A push without its answer. Until that comes the owner may say that it had no room, and the same is sent
+  // again: the gradient is kept so long. (Gathered ones are only borrowed from staging.)
+  struct Pending {
     Step step;
     at::Tensor gradient;
     std::string defined;
-    bool retained = false;  // Received: it may be forgotten if room is needed.
-    bool refused = false;   // For want of room: it waits to be sent again.
+    bool refused = false;  // For want of room: it waits to be sent again.
     int refusals = 0;
     size_t bytes() const { return gradient.defined() ? gradient.nbytes() : 0; }
   };
@@ -101,7 +99,7 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   absl::Status AdmitLocked(size_t bytes, const base::ThreadPool::BlockingScope& blocking)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool in_rounds() const;
-  rpc::OutTensor LendCounted(int chunk, at::Tensor tensor);
+  rpc::OutTensor LendCounted(at::Tensor tensor);
   void SendPush(const Step& step, int chunk, at::Tensor gradient, std::string defined);
   void OnPushed(const Step& step, int chunk,
                 absl::StatusOr<ShardSet::Answer<shard_optim::PushGradient>> answer);
@@ -113,8 +111,6 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   std::string MissingLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The gradients are the user's: whoever calls lets go of them when mu_ is free again.
   using Released = std::vector<at::Tensor>;
-  void RetainLocked(int chunk, Released* released) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void ReleaseLocked(int chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ForgetLocked(int chunk, Released* released) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const shard_optim::Layout layout_;
@@ -131,8 +127,6 @@ class Exchange : public std::enable_shared_from_this<Exchange> {
   int opening_ ABSL_GUARDED_BY(mu_) = 0;                              // Calls of OpenLanding.
   std::vector<std::optional<Pending>> pending_ ABSL_GUARDED_BY(mu_);  // By chunk.
   size_t refused_bytes_ ABSL_GUARDED_BY(mu_) = 0;
-  std::deque<int> retained_ ABSL_GUARDED_BY(mu_);  // Chunks, the first received first.
-  size_t retained_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status landing_status_ ABSL_GUARDED_BY(mu_);  // Of OpenLanding.
   Result result_ ABSL_GUARDED_BY(mu_);
 };

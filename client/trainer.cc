@@ -119,7 +119,6 @@ absl::Status TrainerImpl::Start(const NamedTensors& named) {
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<ShardSet> shards, ShardSet::Open(session_, arguments, deadline));
   Exchange::Limits limits;
   limits.window_bytes = options_.window_bytes;
-  limits.retained_bytes = options_.window_bytes / 2;
   exchange_ = std::make_shared<Exchange>(std::move(layout), std::move(parameters), std::move(shards), limits);
   ATOLL_ASSIGN_OR_RETURN(auto registered, Register(exchange_->shards(), session_.worker_index(), deadline));
   registered_ = true;

@@ -80,9 +80,13 @@ class Relay {
       }
       const int to = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
       const sockaddr_in address = Loopback(target_port_);
-      EXPECT_EQ(connect(to, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+      const bool there = connect(to, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
       absl::MutexLock lock(&mu_);
       fds_.push_back(to);
+      if (!there) {  // The target has ended: whoever comes now sees that.
+        shutdown(from, SHUT_RDWR);
+        continue;
+      }
       if (cut_) shutdown(to, SHUT_RDWR);
       pumps_.emplace_back([this, from, to] { Pump(from, to, /*limited=*/false); });
       pumps_.emplace_back([this, from, to] { Pump(to, from, /*limited=*/true); });
