@@ -144,11 +144,14 @@ void Session::Drain() {
     draining_ = false;
   }
   absl::Time next = std::min(core_.NextTimer(), calls_.NextDeadline());
-  if (next < armed_) armed_ = arm = next;
+  if ((timers_.empty() || next < *timers_.begin()) && next != absl::InfiniteFuture()) {
+    timers_.insert(next);
+    arm = next;
+  }
   mu_.Unlock();
   if (arm != absl::InfiniteFuture()) {
-    hub_->At(arm, [weak = weak_from_this()] {
-      if (auto self = weak.lock()) self->OnTimer();
+    hub_->At(arm, [weak = weak_from_this(), arm] {
+      if (auto self = weak.lock()) self->OnTimer(arm);
     });
   }
 }
@@ -255,12 +258,12 @@ void Session::Finish(const absl::Status& reason) {
   });
 }
 
-void Session::OnTimer() {
+void Session::OnTimer(absl::Time when) {
   std::vector<std::unique_ptr<PendingCall>> expired;
   std::shared_ptr<transport::Pipe> cut;
   {
     absl::MutexLock lock(&mu_);
-    armed_ = absl::InfiniteFuture();
+    timers_.erase(when);
     absl::Time now = hub_->Now();
     core_.OnTimer(now);
     CallTable::Expired due = calls_.TakeExpired(now);

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -70,7 +71,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void Write(const PipePtr& pipe, transport::Message message, OutMessagePtr keep);
   PipePtr AddPipe(std::shared_ptr<transport::Pipe> pipe) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PipeClosed(const PipePtr& pipe, const absl::Status& status);
-  void OnTimer();
+  void OnTimer(absl::Time when);
   absl::Status Post(OutMessagePtr message, bool force = false);
   bool Sendable(SessionCore::Action& action, const PipePtr& pipe);
   Destination DestinationOf(bool reply) const;
@@ -108,7 +109,7 @@ class Session : public std::enable_shared_from_this<Session> {
   absl::flat_hash_map<uint64_t, PipePtr> pipes_ ABSL_GUARDED_BY(mu_);
   uint64_t next_pipe_ ABSL_GUARDED_BY(mu_) = 1;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  std::set<absl::Time> timers_ ABSL_GUARDED_BY(mu_);  // Under way; a new one is earlier than all.
   int violations_ ABSL_GUARDED_BY(mu_) = 0;
   bool notify_ ABSL_GUARDED_BY(mu_) = true;  // Of the death.
   bool quiet_ ABSL_GUARDED_BY(mu_) = false;

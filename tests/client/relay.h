@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <list>
 #include <thread>
 #include <vector>
 
@@ -40,16 +41,19 @@ class Relay {
   }
 
   int port() const { return port_; }
-  /// From now on at most `bytes` more come from the target, over all connections; then it is as if the wire
-  /// had no end.
+  /// From now on at most `bytes` more come from the target over each connection (a message's header and its
+  /// tensors have their own); then it is as if the wire had no end.
   void HoldAfter(int64_t bytes) {
     absl::MutexLock lock(&mu_);
-    left_ = bytes;
+    limit_ = bytes;
+    for (int64_t& passed : passed_) passed = 0;
   }
-  /// Until those bytes were passed on.
+  /// Until those bytes were passed on over one of them.
   bool WaitHeld(absl::Duration limit) {
     absl::MutexLock lock(&mu_);
-    auto held = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return left_ == 0 && in_flight_ == 0; };
+    auto held = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      return in_flight_ == 0 && std::find(passed_.begin(), passed_.end(), limit_) != passed_.end();
+    };
     return mu_.AwaitWithTimeout(absl::Condition(&held), limit);
   }
   /// Ends all connections; what was passed on still arrives.
@@ -88,19 +92,20 @@ class Relay {
         continue;
       }
       if (cut_) shutdown(to, SHUT_RDWR);
-      pumps_.emplace_back([this, from, to] { Pump(from, to, /*limited=*/false); });
-      pumps_.emplace_back([this, from, to] { Pump(to, from, /*limited=*/true); });
+      int64_t* const passed = &passed_.emplace_back(0);
+      pumps_.emplace_back([this, from, to] { Pump(from, to, nullptr); });
+      pumps_.emplace_back([this, from, to, passed] { Pump(to, from, passed); });
     }
   }
 
   // How many of `bytes` may go on (Passed follows); waits while none may. 0: it was cut.
-  int64_t Admit(int64_t bytes) {
+  int64_t Admit(int64_t bytes, int64_t* passed) {
     absl::MutexLock lock(&mu_);
-    auto ready = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return cut_ || left_ > 0; };
+    auto ready = [this, passed]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return cut_ || *passed < limit_; };
     mu_.Await(absl::Condition(&ready));
     if (cut_) return 0;
-    const int64_t size = std::min(bytes, left_);
-    left_ -= size;
+    const int64_t size = std::min(bytes, limit_ - *passed);
+    *passed += size;
     in_flight_ += size;
     return size;
   }
@@ -119,15 +124,16 @@ class Relay {
     return true;
   }
 
-  void Pump(int from, int to, bool limited) {
+  // `passed` counts what is limited; null: nothing is.
+  void Pump(int from, int to, int64_t* passed) {
     std::vector<char> buffer(64 << 10);
     while (true) {
       const ssize_t got = recv(from, buffer.data(), buffer.size(), 0);
       if (got <= 0) break;
       for (int64_t done = 0; done < got;) {
-        const int64_t size = limited ? Admit(got - done) : got - done;
+        const int64_t size = passed != nullptr ? Admit(got - done, passed) : got - done;
         const bool sent = size > 0 && SendAll(to, buffer.data() + done, size);
-        if (limited) Passed(size);
+        if (passed != nullptr) Passed(size);
         if (!sent) return;
         done += size;
       }
@@ -139,7 +145,8 @@ class Relay {
   int listener_ = -1, port_ = 0;
   std::thread acceptor_;
   absl::Mutex mu_;
-  int64_t left_ ABSL_GUARDED_BY(mu_) = INT64_MAX;
+  int64_t limit_ ABSL_GUARDED_BY(mu_) = INT64_MAX;
+  std::list<int64_t> passed_ ABSL_GUARDED_BY(mu_);  // By connection.
   int64_t in_flight_ ABSL_GUARDED_BY(mu_) = 0;
   bool cut_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<int> fds_ ABSL_GUARDED_BY(mu_);

@@ -53,6 +53,10 @@ class TornLanding : public Trainers {
   bool Whole() const { return parameter_.detach().eq(parameter_.detach()[0]).all().item<bool>(); }
   void ExpectTornAndRefused() {
     EXPECT_THAT(trainer_->torn(), ElementsAre("w"));
+    // What the relay passed on may still be on its way into the parameter.
+    for (const absl::Time end = base::Now() + kHang; SecondHalfIs(old_) && base::Now() < end;) {
+      std::this_thread::yield();
+    }
     EXPECT_FALSE(Whole());
     EXPECT_FALSE(SecondHalfIs(old_)) << "nothing had landed";
     parameter_.sum().backward();  // A loop that goes on in spite of the error.
