@@ -82,7 +82,7 @@ class Endpoint {
   /// unless empty, `expected.incarnation` its incarnation unless 0. `done` runs once, on a loop
   /// thread, with the pipe or
   ///   Unavailable: nobody answers (ran: no); the message has each address and what it said; IsRefused
-  ///   (refusal.h) if all said that nobody listens;
+  ///   (refusal.h) if all of those that decide said that nobody listens;
   ///   NotFound: an endpoint answers, but it is another name or incarnation;
   ///   Unauthenticated: it does not know the job key, or we do not;
   ///   FailedPrecondition: another version, job, or set of transports; the text says which;

@@ -102,8 +102,4 @@ class Network:
                 source.close()
         except OSError:
             pass
-        for raw in (source, sink):
-            try:
-                raw.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+        raw_peer.end(source, sink)

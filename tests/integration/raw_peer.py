@@ -58,6 +58,15 @@ def receive(raw, size):
     return data
 
 
+def end(*sockets):
+    """Ends their connections for both sides; those that are over already are left alone."""
+    for raw in sockets:
+        try:
+            raw.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
 def until_end(raw):
     """What still comes until the other end closes; fails by the hang limit if it does not."""
     data = b""
@@ -329,11 +338,7 @@ class Recorder:
                 sink.sendall(data)
         except OSError:
             pass
-        for raw in (source, sink):
-            try:
-                raw.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+        end(source, sink)
 
     def flights(self):
         with self._mu:

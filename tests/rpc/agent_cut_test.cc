@@ -22,7 +22,21 @@ class AgentCutTest : public AgentTest {};
 INSTANTIATE_AGENT_TESTS(AgentCutTest);
 
 // Where the fake transport holds a reply in the middle.
-class HeldTest : public AgentTest {};
+class HeldTest : public AgentTest {
+ protected:
+  /// "pull" answers with 4 MiB that stop before they land.
+  void ServeHeldPull(Agent& agent) {
+    ASSERT_TRUE(agent
+                    .Register({"pull"},
+                              [this](ServerCall call) {
+                                network_->HoldReads(true);
+                                Payload reply;
+                                reply.tensors.push_back(Copy(at::ones({1 << 20})));
+                                std::move(call.responder).Reply(std::move(reply));
+                              })
+                    .ok());
+  }
+};
 INSTANTIATE_FAKE_AGENT_TESTS(HeldTest);
 
 TEST_P(AgentCutTest, APushThatIsCutInTheMiddleArrivesOnce) {
@@ -210,12 +224,7 @@ TEST_P(HeldTest, ADeadlineWhileTheReplyLandsGivesTheMemoryBack) {
   Agent& a = Start("a");
   Agent& b = Start("b");
   Introduce(a, b);
-  ASSERT_TRUE(b.Register({"pull"}, [&](ServerCall call) {
-                 network_->HoldReads(true);
-                 Payload reply;
-                 reply.tensors.push_back(Copy(at::ones({1 << 20})));
-                 std::move(call.responder).Reply(std::move(reply));
-               }).ok());
+  ServeHeldPull(b);
   ServeEcho(b);
   at::Tensor into = at::zeros({1 << 20});
   CallOptions options;
@@ -242,12 +251,7 @@ TEST_P(HeldTest, ADeathWhileTheReplyLandsGivesTheMemoryBack) {
   Agent& a = Start("a");
   Agent& b = Start("b");
   Introduce(a, b);
-  ASSERT_TRUE(b.Register({"pull"}, [&](ServerCall call) {
-                 network_->HoldReads(true);
-                 Payload reply;
-                 reply.tensors.push_back(Copy(at::ones({1 << 20})));
-                 std::move(call.responder).Reply(std::move(reply));
-               }).ok());
+  ServeHeldPull(b);
   CallOptions options;
   options.reply_into = {at::zeros({1 << 20})};
   auto call = a.Call("b", {"pull"}, Body(""), options);
