@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/device.h"
@@ -177,6 +177,11 @@ class AgentImpl : public Agent {
   const base::MemberId& self() const override { return hub_->self(); }
   std::vector<std::string> addresses() const override { return hub_->endpoint()->addresses(); }
   base::Executor* pool() override { return pool_.get(); }
+  absl::Time LastHeard(const base::MemberId& id) const override {
+    if (fork_mark_.in_child()) return absl::InfinitePast();
+    std::shared_ptr<Session> session = hub_->FindSession(id.name);
+    return session == nullptr ? absl::InfinitePast() : session->LastHeard(id.incarnation);
+  }
   base::Timer* timer() override { return timer_.get(); }
   const base::Clock* clock() const override { return hub_->options().clock; }
   transport::Endpoint* endpoint() override { return hub_->endpoint(); }
@@ -186,17 +191,24 @@ class AgentImpl : public Agent {
     absl::MutexLock lock(&shutdown_mu_);
     if (shut_down_) return absl::OkStatus();
     shut_down_ = true;
-    const absl::Time deadline = absl::Now() + limit;
+    const absl::Time deadline = base::Now() + limit;
+    auto left = [deadline](absl::Duration least = absl::ZeroDuration()) {
+      return std::max(deadline - base::Now(), least);
+    };
     hub_->BeginShutdown();
     std::vector<std::string> leftover;
+    // What runs still answers, and its answers are sent below.
+    bool served = hub_->AwaitServed(left());
     std::vector<std::shared_ptr<Session>> sessions = hub_->Sessions();
     for (const auto& session : sessions) {
-      if (!session->AwaitDrained(deadline)) leftover.push_back(session->Leftover());
+      if (!session->AwaitDrained(left())) leftover.push_back(session->Leftover());
     }
     // Peers close the pipes when they read the farewell: closing first could destroy what is under way.
     for (const auto& session : sessions) session->SayBye();
-    const absl::Time closed_by = std::min(deadline, absl::Now() + kFarewellLimit);
-    for (const auto& session : sessions) session->AwaitClosed(closed_by);
+    const absl::Time closed_by = base::Now() + kFarewellLimit;
+    for (const auto& session : sessions) {
+      session->AwaitClosed(std::max(closed_by - base::Now(), absl::ZeroDuration()));
+    }
     absl::Status reason = absl::CancelledError("this agent was shut down");
     for (const auto& session : sessions) session->Die(reason, /*notify=*/false, /*quiet=*/true);
     self_calls_->FailAll(reason);
@@ -204,10 +216,9 @@ class AgentImpl : public Agent {
     hub_->endpoint()->Join();
     // A session may have come in between.
     for (const auto& session : hub_->Sessions()) session->Die(reason, /*notify=*/false, /*quiet=*/true);
-    if (!pool_->Drain(std::max(deadline - absl::Now(), absl::ZeroDuration()))) {
-      leftover.push_back("handlers that still run");
-    }
-    failures_->Drain(std::max(deadline - absl::Now(), absl::Milliseconds(100)));
+    served = pool_->Drain(left()) && (served || hub_->AwaitServed(absl::ZeroDuration()));
+    if (!served) leftover.push_back("handlers that still run");
+    failures_->Drain(left(absl::Milliseconds(100)));
     hub_->Clear();
     if (leftover.empty()) return absl::OkStatus();
     return absl::DeadlineExceededError(absl::StrCat("dropped at the end of ", absl::FormatDuration(limit),

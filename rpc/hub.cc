@@ -83,9 +83,29 @@ std::shared_ptr<const Method> Hub::FindMethod(const MethodId& id, std::string* w
   return nullptr;
 }
 
-void Hub::Dispatch(std::shared_ptr<const Method> method, ServerCall call) {
+Hub::Serving::~Serving() {
+  if (hub_ != nullptr && hub_->serving_.fetch_sub(1) == 1 && hub_->shutting_down()) {
+    absl::MutexLock lock(&hub_->served_mu_);
+  }
+}
+
+Hub::Serving Hub::BeginServing() {
+  // Counted before it looks: AwaitServed, which comes after BeginShutdown, misses nobody.
+  serving_.fetch_add(1);
+  Serving serving(shared_from_this());
+  return shutting_down() ? Serving() : std::move(serving);
+}
+
+bool Hub::AwaitServed(absl::Duration limit) {
+  auto served = [this] { return serving_.load() == 0; };
+  absl::MutexLock lock(&served_mu_);
+  return base::AwaitFor(served_mu_, absl::Condition(&served), limit);
+}
+
+void Hub::Dispatch(Serving serving, std::shared_ptr<const Method> method, ServerCall call) {
   base::Executor* executor = method->options.executor;
-  base::Task task = [hub = shared_from_this(), method = std::move(method), call = std::move(call)]() mutable {
+  base::Task task = [serving = std::move(serving), hub = shared_from_this(), method = std::move(method),
+                     call = std::move(call)]() mutable {
     const MethodId id = call.method;
     const base::MemberId caller = call.caller;
     const std::shared_ptr<const Streams> streams = call.request.streams;

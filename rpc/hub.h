@@ -54,8 +54,26 @@ class Hub : public std::enable_shared_from_this<Hub> {
   absl::Status Register(MethodId id, Handler handler, MethodOptions options);
   /// Null if it is not served; `why` then says what is.
   std::shared_ptr<const Method> FindMethod(const MethodId& id, std::string* why) const;
+  /// A request that may run: while one lives, AwaitServed waits. Movable, and empty once moved from.
+  class Serving {
+   public:
+    Serving() = default;
+    Serving(Serving&& other) noexcept : hub_(std::move(other.hub_)) {}
+    Serving& operator=(Serving&&) = delete;
+    ~Serving();
+    explicit operator bool() const { return hub_ != nullptr; }
+
+   private:
+    friend class Hub;
+    explicit Serving(std::shared_ptr<Hub> hub) : hub_(std::move(hub)) {}
+    std::shared_ptr<Hub> hub_;
+  };
+  /// Empty once the agent shuts down: the request is then refused.
+  Serving BeginServing();
   /// Runs `call` on its method's executor.
-  void Dispatch(std::shared_ptr<const Method> method, ServerCall call);
+  void Dispatch(Serving serving, std::shared_ptr<const Method> method, ServerCall call);
+  /// After BeginShutdown: waits until no handler runs or is about to. False at the end of `limit`.
+  bool AwaitServed(absl::Duration limit);
 
   /// Peers. Each name has at most one session, dead ones included.
   std::shared_ptr<Session> FindSession(absl::string_view name) const;
@@ -67,7 +85,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
 
   /// From now on calls are refused, here and from peers.
   void BeginShutdown() { shutting_down_.store(true); }
-  bool shutting_down() const { return shutting_down_.load(std::memory_order_relaxed); }
+  bool shutting_down() const { return shutting_down_.load(); }
   /// Forgets all sessions.
   void Clear();
 
@@ -79,6 +97,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   AgentOptions options_;
   const std::shared_ptr<BufferPool> buffers_;
   std::atomic<bool> shutting_down_{false};
+  std::atomic<int> serving_{0};
+  absl::Mutex served_mu_;  // Guards nothing: its release makes AwaitServed look again.
 
   mutable absl::Mutex threads_mu_;
   base::ThreadPool* pool_ ABSL_GUARDED_BY(threads_mu_) = nullptr;

@@ -58,6 +58,8 @@ absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time 
   if (!ValidMethodName(method.name)) {
     return absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]");
   }
+  Hub::Serving serving = hub_->BeginServing();
+  if (!serving) return absl::CancelledError("this agent is shut down");
   std::string why;
   std::shared_ptr<const Method> served = hub_->FindMethod(method, &why);
   if (served == nullptr) return absl::NotFoundError(why);
@@ -83,7 +85,7 @@ absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time 
       std::move(inner).Reply(std::move(reply));
     });
   }
-  hub_->Dispatch(std::move(served), std::move(call));
+  hub_->Dispatch(std::move(serving), std::move(served), std::move(call));
   return absl::OkStatus();
 }
 

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/session_state.h"
 #include "atoll/transport/refusal.h"
@@ -386,6 +387,11 @@ bool Session::dead() const {
   return core_.dead();
 }
 
+absl::Time Session::LastHeard(base::Incarnation incarnation) const {
+  absl::MutexLock lock(&mu_);
+  return peer_.id.incarnation == incarnation ? heard_ : absl::InfinitePast();
+}
+
 void Session::Die(absl::Status reason, bool notify, bool quiet) {
   {
     absl::MutexLock lock(&mu_);
@@ -405,19 +411,19 @@ void Session::SayBye() {
   Drain();
 }
 
-bool Session::AwaitDrained(absl::Time deadline) const {
+bool Session::AwaitDrained(absl::Duration limit) const {
   // A passer-by that told no address and went is not waited for: whoever has the key could hold us up.
   auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return core_.dead() || core_.drained() || !core_.reachable();
   };
   absl::MutexLock lock(&mu_);
-  return mu_.AwaitWithDeadline(absl::Condition(&drained), deadline);
+  return base::AwaitFor(mu_, absl::Condition(&drained), limit);
 }
 
-bool Session::AwaitClosed(absl::Time deadline) const {
+bool Session::AwaitClosed(absl::Duration limit) const {
   auto closed = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return pipes_.empty(); };
   absl::MutexLock lock(&mu_);
-  return mu_.AwaitWithDeadline(absl::Condition(&closed), deadline);
+  return base::AwaitFor(mu_, absl::Condition(&closed), limit);
 }
 
 std::string Session::Leftover() const {

@@ -44,15 +44,18 @@ class Session : public std::enable_shared_from_this<Session> {
   void Probe();
   Peer peer() const;
   bool dead() const;
+  /// When its `incarnation` last said something; InfinitePast for another one.
+  absl::Time LastHeard(base::Incarnation incarnation) const;
 
   /// Ends it: calls in flight fail with `reason` (not OK); one log line, of level info if `quiet`.
   /// `notify`: tell the observers.
   void Die(absl::Status reason, bool notify, bool quiet);
-  /// Waits until everything posted has been received, or the peer cannot be reached. False at `deadline` (of absl::Now's clock).
-  bool AwaitDrained(absl::Time deadline) const;
+  /// Waits until everything posted has been received, or the peer cannot be reached. False at the end of
+  /// `limit`.
+  bool AwaitDrained(absl::Duration limit) const;
   /// Tells the peer that we go, in order. It then closes the pipes.
   void SayBye();
-  bool AwaitClosed(absl::Time deadline) const;
+  bool AwaitClosed(absl::Duration limit) const;
   /// "worker1#3f2a: 2 messages not acknowledged, 1 not sent", or nothing.
   std::string Leftover() const;
 
@@ -110,6 +113,7 @@ class Session : public std::enable_shared_from_this<Session> {
   uint64_t next_pipe_ ABSL_GUARDED_BY(mu_) = 1;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   std::set<absl::Time> timers_ ABSL_GUARDED_BY(mu_);  // Under way; a new one is earlier than all.
+  absl::Time heard_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   int violations_ ABSL_GUARDED_BY(mu_) = 0;
   bool notify_ ABSL_GUARDED_BY(mu_) = true;  // Of the death.
   bool quiet_ ABSL_GUARDED_BY(mu_) = false;

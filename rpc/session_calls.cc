@@ -190,7 +190,8 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   }
   std::string why;
   std::shared_ptr<const Method> served;
-  if (refusal.ok() && hub_->shutting_down()) refusal = absl::UnavailableError("it is shutting down");
+  Hub::Serving serving = hub_->BeginServing();
+  if (refusal.ok() && !serving) refusal = absl::UnavailableError("it is shutting down");
   if (refusal.ok()) {
     served = hub_->FindMethod(method, &why);
     if (served == nullptr) refusal = absl::NotFoundError(why);
@@ -233,7 +234,7 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
     });
   }
   if (!streams.empty()) call.request.streams = std::make_shared<Streams>(streams);
-  hub_->Dispatch(std::move(served), std::move(call));
+  hub_->Dispatch(std::move(serving), std::move(served), std::move(call));
 }
 
 void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {

@@ -59,7 +59,8 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
       absl::Status status;
       {
         absl::MutexLock lock(&mu_);
-        status = core_.OnAcks(prefix.acks, hub_->Now());
+        heard_ = hub_->Now();
+        status = core_.OnAcks(prefix.acks, heard_);
       }
       if (!status.ok()) return Violation(pipe, status);
       Drain();
@@ -83,7 +84,7 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
 void Session::OnHello(const PipePtr& pipe, const Header& header) {
   {
     absl::MutexLock lock(&mu_);
-    absl::Time now = hub_->Now();
+    const absl::Time now = heard_ = hub_->Now();
     if (!core_.dead()) {
       address_ = pipe->pipe->peer().address;
       if (peer_.addresses.empty() && !header.hello.addresses.empty()) {
@@ -122,7 +123,7 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
   std::unique_ptr<PendingCall> answered;
   {
     absl::MutexLock lock(&mu_);
-    absl::Time now = hub_->Now();
+    const absl::Time now = heard_ = hub_->Now();
     status = core_.OnAcks(prefix.acks, now);
     verdict = core_.OnAnnounced(pipe->id, pipe->lane, prefix.number);
     if (status.ok() && verdict == SessionCore::Verdict::kNew) {
@@ -165,7 +166,8 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   bool waits = false;
   {
     absl::MutexLock lock(&mu_);
-    status = core_.OnAcks(prefix.acks, hub_->Now());
+    heard_ = hub_->Now();
+    status = core_.OnAcks(prefix.acks, heard_);
     verdict = core_.OnAnnounced(in->pipe->id, lane, prefix.number);
     if (verdict == SessionCore::Verdict::kGap) {
       status = absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early"));

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "agent_fixture.h"
@@ -178,6 +179,79 @@ TEST_P(AgentEndTest, AHandlerThatNeverReturnsDoesNotHoldTheEnd) {
   EXPECT_FALSE(call.Wait(kHang).ok());
   release->Notify();
   EXPECT_TRUE(ended->WaitForNotificationWithTimeout(kHang));
+}
+
+// Refuses what comes once `agent` shuts down; the loop asks so until it does.
+bool RefusesSoon(Agent& from, const std::string& to) {
+  absl::Status status;
+  do status = from.Call(to, {"echo"}, Body("")).Wait(kHang).status();
+  while (status.ok());
+  return absl::IsUnavailable(status) && GetRan(status) == Ran::kNo;
+}
+
+TEST_P(AgentEndTest, AHandlerThatRunsStillAnswers) {
+  Agent& a = Start("a");
+  AgentOptions two;
+  two.worker_threads = 2;
+  Agent& b = Start("b", two);
+  Introduce(a, b);
+  ServeEcho(b);
+  absl::Notification started, go_on;
+  ASSERT_TRUE(b.Register({"slow"}, [&](ServerCall call) {
+                 started.Notify();
+                 go_on.WaitForNotification();
+                 Payload reply = Body("done");
+                 reply.tensors.push_back(Copy(at::full({1 << 18}, 7.0f)));
+                 std::move(call.responder).Reply(std::move(reply));
+               }).ok());
+  auto call = a.Call("b", {"slow"}, Body(""));
+  ASSERT_TRUE(started.WaitForNotificationWithTimeout(kHang));
+  absl::Status ended;
+  std::thread end([&] { ended = b.Shutdown(kHang); });
+  EXPECT_TRUE(RefusesSoon(a, "b"));
+  go_on.Notify();
+  end.join();
+  EXPECT_TRUE(ended.ok()) << ended;
+  absl::StatusOr<Received> reply = call.Wait(kHang);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->body, "done");
+  EXPECT_EQ(reply->tensors[0][12345].item<float>(), 7.0f);
+  Stop("a");
+}
+
+// As the coordinator of a job ends while it answers the last member's farewell.
+TEST_P(AgentEndTest, AHandlerOnTheLoopThatSetsOffTheEndStillAnswers) {
+  struct Inline : base::Executor {
+    void Schedule(base::Task task) override { std::move(task)(); }
+  } inline_executor;
+  Agent& a = Start("a");
+  Agent& b = Start("b");
+  Introduce(a, b);
+  absl::Notification started, refuses;
+  MethodOptions options;
+  options.executor = &inline_executor;
+  ASSERT_TRUE(b.Register(
+                   {"last"},
+                   [&](ServerCall call) {
+                     started.Notify();
+                     refuses.WaitForNotification();
+                     std::move(call.responder).Reply(Body("bye"));
+                   },
+                   options)
+                  .ok());
+  auto call = a.Call("b", {"last"}, Body(""));
+  ASSERT_TRUE(started.WaitForNotificationWithTimeout(kHang));
+  absl::Status ended;
+  std::thread end([&] { ended = b.Shutdown(kHang); });
+  // Nothing else can come in on the thread that is held: what b itself calls shows that the end has begun.
+  while (!absl::IsCancelled(b.Call("nobody", {"echo"}, Body("")).Wait(kHang).status())) {
+  }
+  refuses.Notify();
+  end.join();
+  EXPECT_TRUE(ended.ok()) << ended;
+  absl::StatusOr<Received> reply = call.Wait(kHang);
+  EXPECT_TRUE(reply.ok()) << reply.status();
+  Stop("a");
 }
 
 TEST_P(AgentEndTest, TwentyLivesLeaveNothingBehind) {
