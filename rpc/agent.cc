@@ -47,6 +47,7 @@ class AgentImpl : public Agent {
     // The hub outlives every callback: the endpoint is joined before the agent ends.
     hub_->endpoint()->OnPipe(
         [hub = hub_.get()](std::shared_ptr<transport::Pipe> pipe) { hub->OnPipe(std::move(pipe)); });
+    hub_->endpoint()->OnBroken([hub = hub_.get()](const absl::Status& status) { hub->OnBroken(status); });
   }
 
   ~AgentImpl() override {
@@ -96,6 +97,10 @@ class AgentImpl : public Agent {
     base::Promise<base::MemberId> promise;
     if (fork_mark_.in_child()) {
       promise.Set(fork_mark_.Error("Agent::Meet"));
+      return promise.future();
+    }
+    if (hub_->shutting_down()) {
+      promise.Set(absl::CancelledError("this agent is shut down"));
       return promise.future();
     }
     base::MemberId anybody;
@@ -152,13 +157,11 @@ class AgentImpl : public Agent {
       promise.Set(ErrorInChild("Agent::Send", to, method));
       return promise.future();
     }
-    auto done = [promise, hub = hub_](absl::Status status) {
+    auto done = [promise, pool = pool()](absl::Status status) {
       absl::StatusOr<base::Unit> result = base::Unit{};
       if (!status.ok()) result = std::move(status);
-      // Continuations are the user's: they run on a thread that may wait.
-      hub->ScheduleFailure([promise, result = std::move(result)] {
-        RunCallback("what goes on with a one-way call", [&] { promise.Set(result); });
-      });
+      CallbackExecutor guarded(pool, "what goes on with a one-way call");
+      promise.SetOn(&guarded, std::move(result));
     };
     if (hub_->shutting_down()) {
       ReturnLoans(hub_, std::move(request));
@@ -266,8 +269,12 @@ absl::StatusOr<std::unique_ptr<Agent>> Agent::Start(AgentOptions options) {
   if (options.worker_threads < 1 || options.worker_threads > 256) {
     return absl::InvalidArgumentError("worker_threads is 1 to 256");
   }
-  if (options.window_bytes == 0 || options.queue_bytes == 0) {
-    return absl::InvalidArgumentError("window_bytes and queue_bytes must not be 0");
+  if (options.window_bytes == 0 || options.queue_bytes == 0 || options.backlog_bytes == 0) {
+    return absl::InvalidArgumentError("window_bytes, queue_bytes and backlog_bytes must not be 0");
+  }
+  if (const size_t header = options.endpoint->limits().max_header_bytes; header < kMinHeaderLimit) {
+    return absl::InvalidArgumentError(absl::StrCat("an endpoint for headers of ", header,
+                                                   " bytes: an agent needs at least ", kMinHeaderLimit));
   }
   ATOLL_RETURN_IF_ERROR(CheckDeviceMaps(options.device_maps, GpuCount()));
   std::unique_ptr<base::Clock> own_clock;

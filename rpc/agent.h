@@ -156,19 +156,23 @@ struct Peer {
 inline constexpr int kCpuIndex = -1;
 
 struct AgentOptions {
+  /// Its limits() are those of requests and replies, here and, told when a pipe opens, at peers. Headers
+  /// (a body with its inline tensors) of at least 128 KiB.
   std::shared_ptr<transport::Endpoint> endpoint;
   base::MemberId self;
   const base::Clock* clock = nullptr;  ///< Null: the real one.
   int worker_threads = 4;
-  /// Bytes sent to one peer and not yet acknowledged; beyond it messages wait in order.
+  /// Bytes sent to one peer on each lane (those of large tensors travel on one of their own) and not yet
+  /// acknowledged; beyond it messages wait in order.
   size_t window_bytes = size_t{256} << 20;
   /// Bytes that may wait for window, per peer; beyond it calls fail with ResourceExhausted (ran: no).
   size_t queue_bytes = size_t{1} << 30;
   size_t inline_bytes = 64 << 10;                      ///< Tensors up to this travel in the header.
   absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
-  size_t max_header_bytes = 16 << 20;            ///< Of a body with its inline tensors; as the endpoint's.
-  size_t max_tensors = 4096;                     ///< In a message; as the endpoint's.
-  size_t max_calls_served = 1 << 16;             ///< Unanswered, of one peer; beyond it they are refused.
+  size_t max_calls_served = 1 << 16;  ///< Unanswered, of one peer; beyond it they are refused.
+  /// Of one peer's requests that came in, one-way ones too, and wait for a thread to run their handler; beyond
+  /// it they are refused (ResourceExhausted, ran: no). One is always taken.
+  size_t backlog_bytes = size_t{1} << 30;
   size_t keep_buffer_bytes = size_t{256} << 20;  ///< Receive buffers kept for use again.
   /// Peer's name -> index of our GPU -> index of the peer's where tensors of that GPU land in requests to it;
   /// replies of that peer come back the other way. One to one. kCpuIndex on either side is the CPU. A tensor
@@ -200,13 +204,14 @@ class Agent {
   /// Learns who answers at `addresses` and makes it known as AddPeer does: for a first contact by address
   /// (the coordinator's). Errors as of Endpoint::Connect; nothing is declared dead.
   virtual base::Future<base::MemberId> Meet(std::vector<std::string> addresses, absl::Duration limit) = 0;
-  /// Called (on the pool) when the agent itself sees that a member is dead: its address refuses, or
+  /// Called (on the thread of failures) when the agent itself sees that a member is dead: its address refuses, or
   /// answers as another incarnation, or reconnect_limit passed. Any number may be added.
   virtual void OnPeerDead(std::function<void(const base::MemberId&, absl::Status)> observer) = 0;
 
   /// Calls `method` on the member named `to` (which may be ourselves: then nothing touches the network).
-  /// `on_reply` runs exactly once, on the agent's pool, or on a loop thread if `to` answered and
-  /// options.reply_inline; never inside Call. Errors name peer, address, method, and whether it ran:
+  /// `on_reply` runs exactly once, never inside Call: for an answer on the agent's pool, or on a loop thread if
+  /// options.reply_inline; for a failure on a thread that all failures share, so that handlers that hang hold
+  /// up none: it should not wait there. Errors name peer, address, method, and whether it ran:
   /// NotFound (no such peer; no such method: ran no), DeadlineExceeded, Unavailable (peer died),
   /// ResourceExhausted (queue full: ran no), Cancelled (shut down).
   virtual void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
@@ -214,8 +219,8 @@ class Agent {
   base::Future<Received> Call(absl::string_view to, const MethodId& method, Payload request,
                               CallOptions options = {});
 
-  /// One way: the handler's reply is dropped. The future completes when the peer has received it
-  /// (acknowledged, to be run once).
+  /// One way: the handler's reply is dropped. The future completes when the peer has taken the request, to be
+  /// run once; a refusal (no such method, what `allocate` says, a full backlog) is its error.
   virtual base::Future<base::Unit> Send(absl::string_view to, const MethodId& method, Payload request) = 0;
 
   virtual const base::MemberId& self() const = 0;

@@ -9,6 +9,7 @@ namespace Atoll::rpc {
 uint64_t CallTable::Add(std::unique_ptr<PendingCall> call) {
   uint64_t id = next_++;
   call->id = id;
+  one_way_ += call->one_way;
   if (call->deadline != absl::InfiniteFuture()) deadlines_.emplace(call->deadline, id);
   calls_.emplace_hint(calls_.end(), id, std::move(call));
   return id;
@@ -25,6 +26,7 @@ std::unique_ptr<PendingCall> CallTable::Take(uint64_t id) {
   std::unique_ptr<PendingCall> call = std::move(found->second);
   calls_.erase(found);
   deadlines_.erase({call->deadline, id});
+  one_way_ -= call->one_way;
   return call;
 }
 
@@ -51,6 +53,7 @@ std::vector<std::unique_ptr<PendingCall>> CallTable::TakeAll() {
       it->second->expired = true;
       ++it;
     } else {
+      one_way_ -= it->second->one_way;
       all.push_back(std::move(it->second));
       it = calls_.erase(it);
     }
@@ -65,7 +68,7 @@ absl::Time CallTable::NextDeadline() const {
 
 void CallTable::CheckInvariants() const {
   ATOLL_CHECK(calls_.empty() || calls_.rbegin()->first < next_);
-  ATOLL_CHECK(deadlines_.size() <= calls_.size());
+  ATOLL_CHECK(deadlines_.size() <= calls_.size() && one_way_ <= calls_.size());
   for (const auto& [deadline, id] : deadlines_) {
     auto found = calls_.find(id);
     ATOLL_CHECK(found != calls_.end() && found->second->deadline == deadline) << "a deadline of nobody";
@@ -77,6 +80,10 @@ base::Ran RanUnanswered(const PendingCall& call) {
   return request != nullptr && request->number == 0 ? base::Ran::kNo : base::Ran::kMaybe;
 }
 
+namespace {
+constexpr size_t kMaxGivenUp = 1024;
+}  // namespace
+
 ServedTable::Admitted ServedTable::Admit(uint64_t call, uint64_t watermark) {
   if (watermark > watermark_) {
     watermark_ = watermark;
@@ -84,8 +91,10 @@ ServedTable::Admitted ServedTable::Admit(uint64_t call, uint64_t watermark) {
       calls_.begin()->second->store(true);
       calls_.erase(calls_.begin());
     }
+    given_up_.erase(given_up_.begin(), given_up_.lower_bound(watermark_));
   }
-  if (call < watermark_ || calls_.contains(call)) return {Admission::kUnwanted, nullptr};
+  if (call < watermark_ || calls_.contains(call) || given_up_.erase(call) > 0)
+    return {Admission::kUnwanted, nullptr};
   if (calls_.size() >= limit_) return {Admission::kFull, nullptr};
   auto cancelled = std::make_shared<std::atomic<bool>>(false);
   calls_.emplace(call, cancelled);
@@ -96,9 +105,13 @@ bool ServedTable::Answer(uint64_t call) { return calls_.erase(call) > 0; }
 
 void ServedTable::Cancel(uint64_t call) {
   auto found = calls_.find(call);
-  if (found == calls_.end()) return;
-  found->second->store(true);
-  calls_.erase(found);
+  if (found != calls_.end()) {
+    found->second->store(true);
+    calls_.erase(found);
+  } else if (call >= watermark_) {
+    given_up_.insert(call);
+    if (given_up_.size() > kMaxGivenUp) given_up_.erase(given_up_.begin());
+  }
 }
 
 void ServedTable::CancelAll() {

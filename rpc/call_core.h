@@ -29,6 +29,7 @@ struct PendingCall {
   std::weak_ptr<OutMessage> request;  ///< Gone once the other side has it.
   /// The answer is being written into memory of the caller: the call must not end before that does.
   bool landing = false;
+  bool one_way = false;  ///< Waits only until the other side has taken it.
   bool torn = false;     ///< Such a write began and has not ended well.
   bool expired = false;  ///< Its deadline passed while it was landing.
   uint64_t id = 0;       ///< The core's.
@@ -54,12 +55,15 @@ class CallTable {
   std::vector<std::unique_ptr<PendingCall>> TakeAll();
   absl::Time NextDeadline() const;
   size_t size() const { return calls_.size(); }
+  /// One-way calls that are not known to be taken.
+  size_t one_way_count() const { return one_way_; }
   void CheckInvariants() const;
 
  private:
   absl::btree_map<uint64_t, std::unique_ptr<PendingCall>> calls_;
   absl::btree_set<std::pair<absl::Time, uint64_t>> deadlines_;  // Of those not expired.
   uint64_t next_ = 1;
+  size_t one_way_ = 0;
 };
 
 /// Whether an unanswered call may have run, when its session ends or its deadline passes.
@@ -83,7 +87,7 @@ class ServedTable {
   Admitted Admit(uint64_t call, uint64_t watermark);
   /// Takes it out. False if nobody waits for the answer any more.
   bool Answer(uint64_t call);
-  /// The caller gave it up.
+  /// The caller gave it up. That may come before the call, by the other lane: it then does not run.
   void Cancel(uint64_t call);
   void CancelAll();
   size_t size() const { return calls_.size(); }
@@ -91,6 +95,8 @@ class ServedTable {
  private:
   const size_t limit_;
   absl::btree_map<uint64_t, Cancelled> calls_;
+  // Given up and not admitted yet, or long answered: the watermark tells, in time. The newest.
+  absl::btree_set<uint64_t> given_up_;
   uint64_t watermark_ = 0;
 };
 

@@ -16,11 +16,14 @@ namespace {
 
 // Authenticated processes that have the name of another: a mistake in a launch, or a restart.
 constexpr size_t kMaxVisitors = 64;
+constexpr size_t kMaxReplaced = 1 << 16;
 
 }  // namespace
 
 Hub::Hub(const AgentOptions& options)
-    : options_(options), buffers_(BufferPool::Create(options.keep_buffer_bytes)) {}
+    : options_(options),
+      limits_(options.endpoint->limits()),
+      buffers_(BufferPool::Create(options.keep_buffer_bytes)) {}
 
 // Threads.
 
@@ -102,10 +105,12 @@ bool Hub::AwaitServed(absl::Duration limit) {
   return base::AwaitFor(served_mu_, absl::Condition(&served), limit);
 }
 
-void Hub::Dispatch(Serving serving, std::shared_ptr<const Method> method, ServerCall call) {
+void Hub::Dispatch(Serving serving, std::shared_ptr<const Method> method, ServerCall call,
+                   absl::AnyInvocable<void()> on_start) {
   base::Executor* executor = method->options.executor;
   base::Task task = [serving = std::move(serving), hub = shared_from_this(), method = std::move(method),
-                     call = std::move(call)]() mutable {
+                     call = std::move(call), on_start = std::move(on_start)]() mutable {
+    if (on_start) std::exchange(on_start, nullptr)();
     const MethodId id = call.method;
     const base::MemberId caller = call.caller;
     const std::shared_ptr<const Streams> streams = call.request.streams;
@@ -151,13 +156,15 @@ void Hub::AddPeer(Peer peer) {
       return old->Update(peer);
     }
   }
+  const base::Incarnation old_incarnation = old == nullptr ? base::Incarnation() : old->peer().id.incarnation;
+  ForgetDeadVisitors();  // A visit that ended is no session to go on with.
   std::shared_ptr<Session> fresh;
   {
     absl::MutexLock lock(&mu_);
     if (replaced_.contains(peer.id.incarnation.value())) return;
     std::shared_ptr<Session>& place = sessions_[peer.id.name];
     if (place != old) return;  // Another thread was faster, and knows as much.
-    if (old != nullptr) replaced_.insert(old->peer().id.incarnation.value());
+    if (old != nullptr) MarkReplacedLocked(old_incarnation);
     place = fresh = TakeVisitorLocked(peer.id);
   }
   fresh->Update(peer);
@@ -197,7 +204,7 @@ void Hub::OnPipe(std::shared_ptr<transport::Pipe> pipe) {
             absl::StrCat("another incarnation of ", member.name, " is a member, and not known to be dead"));
       } else {
         visitor = TakeVisitorLocked(member);
-        if (session != nullptr && !held) replaced_.insert(known.value());
+        if (session != nullptr && !held) MarkReplacedLocked(known);
         (held ? visitors_[member.incarnation.value()] : place) = visitor;
       }
     }
@@ -212,6 +219,14 @@ std::shared_ptr<Session> Hub::TakeVisitorLocked(const base::MemberId& id) {
   std::shared_ptr<Session> visitor = std::move(found->second);
   visitors_.erase(found);
   return visitor;
+}
+
+void Hub::MarkReplacedLocked(base::Incarnation incarnation) {
+  if (!replaced_.insert(incarnation.value()).second) return;
+  replaced_order_.push_back(incarnation.value());
+  if (replaced_order_.size() <= kMaxReplaced) return;
+  replaced_.erase(replaced_order_.front());
+  replaced_order_.pop_front();
 }
 
 void Hub::ForgetDeadVisitors() {
@@ -240,6 +255,12 @@ void Hub::NotifyDead(const base::MemberId& id, const absl::Status& reason) {
   }
   for (const auto& observer : observers)
     RunCallback("an observer of deaths", std::cref(observer), id, reason);
+}
+
+void Hub::OnBroken(const absl::Status& reason) {
+  ATOLL_LOG(kError) << self().ToString() << " can reach nobody any more: " << reason.message();
+  // What is connected later fails as fast: Connect says so too.
+  for (const auto& session : Sessions()) session->Die(reason, /*notify=*/true, /*quiet=*/false);
 }
 
 void Hub::Clear() {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -37,6 +38,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
   const AgentOptions& options() const { return options_; }
   const base::MemberId& self() const { return options_.self; }
   absl::Time Now() const { return options_.clock->Now(); }
+  const transport::MessageLimits& limits() const { return limits_; }
   BufferPool& buffers() { return *buffers_; }
   /// Valid until the agent has joined it; no callback of it runs after that.
   transport::Endpoint* endpoint() const { return options_.endpoint.get(); }
@@ -70,8 +72,9 @@ class Hub : public std::enable_shared_from_this<Hub> {
   };
   /// Empty once the agent shuts down: the request is then refused.
   Serving BeginServing();
-  /// Runs `call` on its method's executor.
-  void Dispatch(Serving serving, std::shared_ptr<const Method> method, ServerCall call);
+  /// Runs `call` on its method's executor, `on_start` before it.
+  void Dispatch(Serving serving, std::shared_ptr<const Method> method, ServerCall call,
+                absl::AnyInvocable<void()> on_start = nullptr);
   /// After BeginShutdown: waits until no handler runs or is about to. False at the end of `limit`.
   bool AwaitServed(absl::Duration limit);
 
@@ -82,6 +85,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void OnPipe(std::shared_ptr<transport::Pipe> pipe);
   void Observe(std::function<void(const base::MemberId&, absl::Status)> observer);
   void NotifyDead(const base::MemberId& id, const absl::Status& reason);
+  /// The endpoint carries nothing any more: so end all sessions, and those to come.
+  void OnBroken(const absl::Status& reason);
 
   /// From now on calls are refused, here and from peers.
   void BeginShutdown() { shutting_down_.store(true); }
@@ -95,6 +100,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void ForgetDeadVisitors();
 
   AgentOptions options_;
+  const transport::MessageLimits limits_;  // The endpoint's.
   const std::shared_ptr<BufferPool> buffers_;
   std::atomic<bool> shutting_down_{false};
   std::atomic<int> serving_{0};
@@ -111,8 +117,10 @@ class Hub : public std::enable_shared_from_this<Hub> {
   // Other incarnations of a name whose session lives, by incarnation. They may call us (to ask to join, and
   // be told by whom the name is held); we call them once they have the name.
   absl::flat_hash_map<uint64_t, std::shared_ptr<Session>> visitors_ ABSL_GUARDED_BY(mu_);
-  // Incarnations that were replaced: what they still send is refused.
+  // Incarnations that were replaced: what they still send is refused. The newest, oldest first in the order.
+  void MarkReplacedLocked(base::Incarnation incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::flat_hash_set<uint64_t> replaced_ ABSL_GUARDED_BY(mu_);
+  std::deque<uint64_t> replaced_order_ ABSL_GUARDED_BY(mu_);
   std::vector<std::function<void(const base::MemberId&, absl::Status)>> observers_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -126,6 +126,7 @@ void ReturnLoans(const std::shared_ptr<Hub>& hub, Payload payload) {
 absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payload,
                                  const Destination& destination) {
   const AgentOptions& options = hub->options();
+  const transport::MessageLimits& limits = hub->limits();
   Prepared out;
   out.body = std::move(payload.body);
   out.header_bytes = kHeaderSlack + out.body.size();
@@ -135,9 +136,9 @@ absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payloa
   for (OutTensor& tensor : payload.tensors) {
     loans.emplace_back(hub, tensor.lent ? std::move(tensor.on_return) : nullptr);
   }
-  if (payload.tensors.size() > options.max_tensors) {
+  if (payload.tensors.size() > limits.max_tensors) {
     return absl::InvalidArgumentError(
-        absl::StrCat(payload.tensors.size(), " tensors in a message; the limit is ", options.max_tensors));
+        absl::StrCat(payload.tensors.size(), " tensors in a message; the limit is ", limits.max_tensors));
   }
   c10::AutoGradMode no_grad(false);
   size_t inline_total = 0;
@@ -164,6 +165,10 @@ absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payloa
         out.inline_loans.push_back(std::move(loans[i]));
         continue;
       }
+      if (bytes > limits.max_tensor_bytes) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("tensor ", i, " has ", bytes, " bytes; the limit is ", limits.max_tensor_bytes));
+      }
       if (!plain.device().is_cpu()) {
         if (!tensor.lent && !fresh) plain = plain.clone();
         out.streams.Add(plain.device());
@@ -182,12 +187,30 @@ absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payloa
     }
   }
   ATOLL_RETURN_IF_ERROR(OrderOut(out));
-  if (out.header_bytes > options.max_header_bytes) {
+  if (out.header_bytes > limits.max_header_bytes) {
     return absl::InvalidArgumentError(absl::StrCat("a body of ", out.body.size(),
                                                    " bytes; a message's header may have ",
-                                                   options.max_header_bytes, " in all"));
+                                                   limits.max_header_bytes, " in all"));
   }
   return out;
+}
+
+absl::Status CheckLimits(const Message& message, const transport::MessageLimits& limits) {
+  auto above = [](size_t is, absl::string_view of_what, size_t limit) {
+    return absl::InvalidArgumentError(absl::StrCat(is, " ", of_what, "; the receiver takes ", limit));
+  };
+  if (message.header.size() > limits.max_header_bytes) {
+    return above(message.header.size(), "bytes of body and small tensors", limits.max_header_bytes);
+  }
+  if (message.buffers.size() > limits.max_tensors) {
+    return above(message.buffers.size(), "tensors", limits.max_tensors);
+  }
+  for (const transport::Buffer& buffer : message.buffers) {
+    if (buffer.bytes > limits.max_tensor_bytes) {
+      return above(buffer.bytes, "bytes of a tensor", limits.max_tensor_bytes);
+    }
+  }
+  return absl::OkStatus();
 }
 
 std::shared_ptr<Message> MakeMessage(std::string header, Prepared prepared, bool ack_now) {

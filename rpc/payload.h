@@ -53,7 +53,7 @@ struct Prepared {
   size_t header_bytes = 0;  ///< At most this, for the body and the inline tensors.
   size_t tensor_bytes = 0;
 };
-/// InvalidArgument for a tensor that cannot travel (undefined, sparse, quantized) or a payload above the
+/// InvalidArgument for a tensor that cannot travel (undefined, sparse, quantized) or a payload above our own
 /// limits; FailedPrecondition for one on a GPU that has no place at the destination. The loans have then been
 /// returned.
 absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payload,
@@ -71,8 +71,10 @@ struct Message : OutMessage {
   std::vector<transport::Device> targets;
   Streams streams;
   std::vector<Loan> loans;
-  absl::AnyInvocable<void(absl::Status)> on_received;  ///< Of a one-way call.
+  absl::Time deadline = absl::InfiniteFuture();  ///< Of a request: what is left of its time travels with it.
 };
+/// InvalidArgument where `message` is above what its receiver takes.
+absl::Status CheckLimits(const Message& message, const transport::MessageLimits& limits);
 /// `header` must be encoded from `prepared`.
 std::shared_ptr<Message> MakeMessage(std::string header, Prepared prepared, bool ack_now);
 std::shared_ptr<Message> MakeMessage(std::string header);

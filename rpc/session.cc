@@ -14,6 +14,9 @@ namespace Atoll::rpc {
 namespace {
 
 constexpr absl::Duration kConnectLimit = absl::Seconds(10);
+// Of pipes that came in: for the first word, and how many may owe it at once.
+constexpr absl::Duration kGreetingLimit = absl::Seconds(10);
+constexpr int kMaxUngreeted = 8;
 
 SessionCore::Options CoreOptions(const AgentOptions& options, const Peer& peer) {
   SessionCore::Options core;
@@ -35,7 +38,8 @@ SessionCore::Failure FailureOf(const absl::Status& status) {
       return SessionCore::Failure::kFatal;
     case absl::StatusCode::kUnavailable:
       return transport::IsRefused(status) ? SessionCore::Failure::kRefused : SessionCore::Failure::kTransient;
-    case absl::StatusCode::kCancelled:  // Our own endpoint is closed.
+    case absl::StatusCode::kCancelled:  // Our own endpoint is closed,
+    case absl::StatusCode::kInternal:   // or broken.
       return SessionCore::Failure::kFatal;
     default:
       return SessionCore::Failure::kTransient;
@@ -48,7 +52,8 @@ Session::Session(std::shared_ptr<Hub> hub, Peer peer)
     : hub_(std::move(hub)),
       peer_(std::move(peer)),
       core_(CoreOptions(hub_->options(), peer_)),
-      served_(hub_->options().max_calls_served) {}
+      served_(hub_->options().max_calls_served),
+      backlog_(std::make_shared<Backlog>()) {}
 
 // Pipes.
 
@@ -64,14 +69,26 @@ Session::PipePtr Session::AddPipe(std::shared_ptr<transport::Pipe> pipe) {
 
 void Session::OnAccepted(std::shared_ptr<transport::Pipe> pipe) {
   PipePtr state;
+  absl::Status refused;
   {
     absl::MutexLock lock(&mu_);
-    if (!core_.dead()) state = AddPipe(pipe);
+    int ungreeted = 0;
+    for (const auto& [id, other] : pipes_) ungreeted += !other->initiated && !other->greeted.load();
+    if (core_.dead()) {
+      refused = absl::UnavailableError("the session of this incarnation has ended");
+    } else if (ungreeted >= kMaxUngreeted) {
+      refused = absl::ResourceExhaustedError("too many of its pipes have said nothing yet");
+    } else {
+      state = AddPipe(pipe);
+    }
   }
-  if (state == nullptr) {
-    pipe->Close(absl::UnavailableError("the session of this incarnation has ended"));
-    return;
-  }
+  if (state == nullptr) return pipe->Close(refused);
+  hub_->At(hub_->Now() + kGreetingLimit, [weak = weak_from_this(), weak_pipe = std::weak_ptr(state)] {
+    auto self = weak.lock();
+    PipePtr late = weak_pipe.lock();
+    if (self == nullptr || late == nullptr || late->greeted.load()) return;
+    self->PipeClosed(late, absl::DeadlineExceededError("it opened a pipe and said nothing"));
+  });
   StartRead(state);
 }
 
@@ -99,11 +116,43 @@ void Session::Connect(Lane lane, uint64_t attempt) {
       });
 }
 
-void Session::Write(const PipePtr& pipe, transport::Message message, OutMessagePtr keep) {
-  pipe->pipe->Write(std::move(message),
-                    [self = shared_from_this(), pipe, keep = std::move(keep)](const absl::Status& status) {
-                      if (!status.ok()) self->PipeClosed(pipe, status);
+void Session::Write(const PipePtr& pipe, transport::Message message) {
+  pipe->pipe->Write(std::move(message), [self = shared_from_this(), pipe](const absl::Status& status) {
+    if (!status.ok()) self->PipeClosed(pipe, status);
+  });
+}
+
+void Session::WriteData(const PipePtr& pipe, SessionCore::Action& action) {
+  auto message = std::static_pointer_cast<Message>(std::move(action.message));
+  absl::Status sendable = message == nullptr ? absl::OkStatus() : CheckSendable(*message, pipe);
+  if (!sendable.ok()) Reject(*message, sendable);
+  // The number of what is not sent any more leaves no gap.
+  if (message == nullptr || !sendable.ok()) {
+    return WriteNumber(pipe, action.number, action.acks, action.ack_now);
+  }
+  transport::Message out;
+  out.header = message->header;
+  out.tensors = message->buffers;
+  out.targets = message->targets;
+  if (message->deadline != absl::InfiniteFuture()) SetTimeout(out.header, message->deadline - hub_->Now());
+  SetAcks(out.header, action.acks);
+  SetNumber(out.header, action.number, action.ack_now);
+  pipe->pipe->Write(std::move(out),
+                    [self = shared_from_this(), pipe, message, number = action.number, acks = action.acks,
+                     ack_now = action.ack_now](const absl::Status& status) {
+                      if (status.ok()) return;
+                      if (!transport::IsMessageError(status)) return self->PipeClosed(pipe, status);
+                      self->Reject(*message, status);
+                      self->WriteNumber(pipe, number, acks, ack_now);
                     });
+}
+
+void Session::WriteNumber(const PipePtr& pipe, uint64_t number, const Acks& acks, bool ack_now) {
+  transport::Message out;
+  out.header = EncodeBare(Kind::kData, What::kNothing);
+  SetAcks(out.header, acks);
+  SetNumber(out.header, number, ack_now);
+  Write(pipe, std::move(out));
 }
 
 void Session::PipeClosed(const PipePtr& pipe, const absl::Status& status) {
@@ -168,55 +217,31 @@ void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
       if (pipe == nullptr) return;
       action.hello.addresses = hub_->endpoint()->addresses();
       action.hello.device_map = DestinationOf(/*reply=*/false).map;
+      action.hello.limits = hub_->limits();
       out.header = EncodeHello(action.hello);
       SetAcks(out.header, action.acks);
-      Write(pipe, std::move(out), nullptr);
+      Write(pipe, std::move(out));
       return;
-    case Kind::kWrite: {
-      if (pipe == nullptr) return;
-      if (!Sendable(action, pipe)) action.message = nullptr;  // Its number goes out bare.
-      auto* message = static_cast<Message*>(action.message.get());
-      out.header = message == nullptr ? EncodeBare(Atoll::rpc::Kind::kData, What::kNothing) : message->header;
-      if (message != nullptr) {
-        out.tensors = message->buffers;
-        out.targets = message->targets;
-      }
-      SetAcks(out.header, action.acks);
-      SetNumber(out.header, action.number, action.ack_now);
-      Write(pipe, std::move(out), std::move(action.message));
+    case Kind::kWrite:
+      if (pipe != nullptr) WriteData(pipe, action);
       return;
-    }
     case Kind::kAck:
       if (pipe == nullptr) return;
       out.header = EncodeBare(Atoll::rpc::Kind::kAck, What::kNothing);
       SetAcks(out.header, action.acks);
-      Write(pipe, std::move(out), nullptr);
+      Write(pipe, std::move(out));
       return;
     case Kind::kBye:
       if (pipe == nullptr) return;
       out.header = EncodeBare(Atoll::rpc::Kind::kBye, What::kNothing);
-      Write(pipe, std::move(out), nullptr);
+      Write(pipe, std::move(out));
       return;
     case Kind::kClose:
       if (pipe != nullptr) PipeClosed(pipe, action.status);
       return;
-    case Kind::kAcked: {
-      auto* message = static_cast<Message*>(action.message.get());
-      if (message->on_received) std::move(message->on_received)(absl::OkStatus());
-      return;
-    }
-    case Kind::kDropped: {
-      auto* message = static_cast<Message*>(action.message.get());
-      if (!message->on_received) return;
-      absl::Status death;
-      {
-        absl::MutexLock lock(&mu_);
-        death = core_.death();
-      }
-      base::Ran ran = action.sent ? base::Ran::kMaybe : base::Ran::kNo;
-      std::move(message->on_received)(base::WithRan(death, ran));
-      return;
-    }
+    case Kind::kAcked:
+    case Kind::kDropped:
+      return;  // Its end returns its loans: here, where no lock is held.
     case Kind::kDead:
       Finish(action.status);
       return;
@@ -289,44 +314,44 @@ Destination Session::DestinationOf(bool reply) const {
   return {found == maps.end() ? DeviceMap() : found->second, peer_.id, false};
 }
 
-// False for a message to a device that the peer does not have: its call has then failed.
-bool Session::Sendable(SessionCore::Action& action, const PipePtr& pipe) {
-  auto* message = static_cast<Message*>(action.message.get());
-  if (message == nullptr || message->targets.empty()) return true;
-  size_t bad = 0;
-  while (bad < message->targets.size() &&
-         pipe->pipe->Reaches(message->buffers[bad].device, message->targets[bad])) {
-    ++bad;
-  }
-  if (bad == message->targets.size()) return true;
-  const absl::Status status = absl::FailedPreconditionError(
-      absl::StrCat("tensor ", bad, " of those that travel on their own is on ",
-                   FromTransport(message->buffers[bad].device).str(), ", from where no channel leads to ",
-                   FromTransport(message->targets[bad]).str(), " of the receiver"));
-  std::unique_ptr<PendingCall> failed;
-  const uint64_t id = CallOf(message->header);
-  const bool reply = WhatOf(message->header) == What::kReply;
+// What stands in the way of a message alone: a limit or a device that the peer does not have.
+absl::Status Session::CheckSendable(const Message& message, const PipePtr& pipe) const {
+  transport::MessageLimits limits;
   {
     absl::MutexLock lock(&mu_);
-    core_.Withdraw(message);
-    if (!reply && !message->on_received) failed = calls_.Take(id);
+    limits = peer_limits_;
   }
-  if (message->on_received) {
-    std::move(message->on_received)(base::WithRan(status, base::Ran::kNo));
-    message->on_received = nullptr;
+  ATOLL_RETURN_IF_ERROR(CheckLimits(message, limits));
+  for (size_t i = 0; i < message.targets.size(); ++i) {
+    if (pipe->pipe->Reaches(message.buffers[i].device, message.targets[i])) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("tensor ", i, " of those that travel on their own is on ",
+                     FromTransport(message.buffers[i].device).str(), ", from where no channel leads to ",
+                     FromTransport(message.targets[i]).str(), " of the receiver"));
   }
-  if (reply) {
-    auto answer = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
-    SetCall(answer->header, id, 0);
+  return absl::OkStatus();
+}
+
+// It will not be sent: its call fails, or gets an error for a reply.
+void Session::Reject(Message& message, const absl::Status& status) {
+  std::unique_ptr<PendingCall> failed;
+  const uint64_t id = CallOf(message.header);
+  const bool reply = WhatOf(message.header) == What::kReply;
+  {
     absl::MutexLock lock(&mu_);
-    core_.Post(std::move(answer), hub_->Now(), /*force=*/true).IgnoreError();
-  } else if (failed != nullptr) {
-    hub_->ScheduleFailure([self = shared_from_this(), call = std::move(failed), status]() mutable {
-      self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status,
-                 base::Ran::kNo);
-    });
+    core_.Withdraw(&message);
+    if (reply) {
+      auto answer = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
+      SetCall(answer->header, id, 0);
+      core_.Post(std::move(answer), hub_->Now(), /*force=*/true).IgnoreError();
+    } else if (WhatOf(message.header) == What::kRequest) {
+      failed = calls_.Take(id);
+    }
   }
-  return false;
+  if (failed == nullptr) return;
+  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(failed), status]() mutable {
+    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status, base::Ran::kNo);
+  });
 }
 
 absl::Status Session::Post(OutMessagePtr message, bool force) {
@@ -414,7 +439,7 @@ void Session::SayBye() {
 bool Session::AwaitDrained(absl::Duration limit) const {
   // A passer-by that told no address and went is not waited for: whoever has the key could hold us up.
   auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return core_.dead() || core_.drained() || !core_.reachable();
+    return core_.dead() || (core_.drained() && calls_.one_way_count() == 0) || !core_.reachable();
   };
   absl::MutexLock lock(&mu_);
   return base::AwaitFor(mu_, absl::Condition(&drained), limit);
@@ -428,9 +453,10 @@ bool Session::AwaitClosed(absl::Duration limit) const {
 
 std::string Session::Leftover() const {
   absl::MutexLock lock(&mu_);
-  if (core_.dead() || core_.drained()) return "";
+  if (core_.dead() || (core_.drained() && calls_.one_way_count() == 0)) return "";
   return absl::StrCat(peer_.id.ToString(), ": ", core_.unacked_count(), " messages not acknowledged, ",
-                      core_.queued_count(), " not sent");
+                      core_.queued_count(), " not sent, ", calls_.one_way_count(),
+                      " one-way calls not taken");
 }
 
 }  // namespace Atoll::rpc

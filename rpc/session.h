@@ -63,6 +63,7 @@ class Session : public std::enable_shared_from_this<Session> {
   struct PipeState;
   struct Incoming;
   struct ClientCall;
+  class Backlog;
   using PipePtr = std::shared_ptr<PipeState>;
   using Lane = transport::Lane;
 
@@ -71,24 +72,29 @@ class Session : public std::enable_shared_from_this<Session> {
   void Execute(SessionCore::Action& action, const PipePtr& pipe);
   void Connect(Lane lane, uint64_t attempt);
   void Finish(const absl::Status& reason);
-  void Write(const PipePtr& pipe, transport::Message message, OutMessagePtr keep);
+  void Write(const PipePtr& pipe, transport::Message message);
+  void WriteData(const PipePtr& pipe, SessionCore::Action& action);
+  void WriteNumber(const PipePtr& pipe, uint64_t number, const Acks& acks, bool ack_now);
   PipePtr AddPipe(std::shared_ptr<transport::Pipe> pipe) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PipeClosed(const PipePtr& pipe, const absl::Status& status);
   void OnTimer(absl::Time when);
   absl::Status Post(OutMessagePtr message, bool force = false);
-  bool Sendable(SessionCore::Action& action, const PipePtr& pipe);
+  absl::Status CheckSendable(const Message& message, const PipePtr& pipe) const;
+  void Reject(Message& message, const absl::Status& status);
   Destination DestinationOf(bool reply) const;
   absl::Status Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const;
   std::string AddressText() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   // session_calls.cc: calls out, requests in.
+  void Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options);
   void Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran);
   void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors,
                 Streams streams);
   void Expire(std::vector<std::unique_ptr<PendingCall>> calls);
   void RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
                   absl::Status refusal);
-  void Refuse(uint64_t call, bool one_way, const MethodId& method, const absl::Status& status);
+  void Refuse(uint64_t call, const absl::Status& status);
+  absl::Status CheckBacklog(size_t bytes) const;
 
   // session_receive.cc: messages in.
   void StartRead(const PipePtr& pipe);
@@ -112,9 +118,12 @@ class Session : public std::enable_shared_from_this<Session> {
   absl::flat_hash_map<uint64_t, PipePtr> pipes_ ABSL_GUARDED_BY(mu_);
   uint64_t next_pipe_ ABSL_GUARDED_BY(mu_) = 1;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
-  std::set<absl::Time> timers_ ABSL_GUARDED_BY(mu_);  // Under way; a new one is earlier than all.
+  std::set<absl::Time> timers_ ABSL_GUARDED_BY(mu_);           // Under way; a new one is earlier than all.
+  transport::MessageLimits peer_limits_ ABSL_GUARDED_BY(mu_);  // Of its hello: before any data is written.
+  const std::shared_ptr<Backlog> backlog_;
   absl::Time heard_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
-  int violations_ ABSL_GUARDED_BY(mu_) = 0;
+  int violations_ ABSL_GUARDED_BY(mu_) = 0;  // Since,
+  absl::Time violations_since_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   bool notify_ ABSL_GUARDED_BY(mu_) = true;  // Of the death.
   bool quiet_ ABSL_GUARDED_BY(mu_) = false;
   DeviceMap reply_map_ ABSL_GUARDED_BY(mu_);  // Ours to theirs; of its hello.

@@ -13,6 +13,25 @@ void Session::Call(const MethodId& method, Payload request, CallOptions options,
   call->method = method;
   call->on_reply = std::move(on_reply);
   call->reply_inline = options.reply_inline;
+  Start(std::move(call), std::move(request), std::move(options));
+}
+
+void Session::Send(const MethodId& method, Payload request,
+                   absl::AnyInvocable<void(absl::Status)> on_received) {
+  auto call = std::make_unique<ClientCall>();
+  call->method = method;
+  call->one_way = true;
+  call->reply_inline = true;
+  call->on_reply = [on_received = std::move(on_received)](const absl::StatusOr<Received>& taken) mutable {
+    std::move(on_received)(taken.status());
+  };
+  CallOptions options;
+  options.timeout = absl::InfiniteDuration();
+  Start(std::move(call), std::move(request), std::move(options));
+}
+
+void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options) {
+  const MethodId& method = call->method;
   auto refuse = [&](const absl::Status& status) {
     hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call), status]() mutable {
       self->Fail(std::move(call), status, base::Ran::kNo);
@@ -28,9 +47,11 @@ void Session::Call(const MethodId& method, Payload request, CallOptions options,
   if (!landing.ok()) return refuse(landing);
   call->reply_into = std::move(options.reply_into);
   call->deadline = hub_->Now() + options.timeout;
-  std::string header = EncodeRequest(method, options.timeout, false, prepared->body, prepared->fields);
+  std::string header =
+      EncodeRequest(method, options.timeout, call->one_way, prepared->body, prepared->fields);
   bool lent = !prepared->loans.empty();
   std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), lent);
+  message->deadline = call->deadline;
   call->request = message;
   absl::Status status;
   std::unique_ptr<PendingCall> refused;
@@ -48,27 +69,6 @@ void Session::Call(const MethodId& method, Payload request, CallOptions options,
   Drain();
 }
 
-void Session::Send(const MethodId& method, Payload request,
-                   absl::AnyInvocable<void(absl::Status)> on_received) {
-  auto refuse = [&](const absl::Status& status) {
-    std::move(on_received)(Explain(status, method, base::Ran::kNo));
-  };
-  absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request), DestinationOf(/*reply=*/false));
-  if (!prepared.ok()) return refuse(prepared.status());
-  if (!ValidMethodName(method.name)) {
-    return refuse(absl::InvalidArgumentError("a method's name is at most 128 bytes of [a-z0-9_.]"));
-  }
-  std::string header =
-      EncodeRequest(method, absl::InfiniteDuration(), true, prepared->body, prepared->fields);
-  std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), true);
-  message->on_received = [self = shared_from_this(), method,
-                          on_received = std::move(on_received)](absl::Status status) mutable {
-    std::move(on_received)(status.ok() ? status : self->Explain(status, method, base::GetRan(status)));
-  };
-  absl::Status status = Post(message);
-  if (!status.ok()) std::move(message->on_received)(base::WithRan(status, base::Ran::kNo));
-}
-
 void Session::Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran) {
   absl::Status explained = Explain(status, call->method, ran);
   if (call->torn) {
@@ -84,12 +84,14 @@ void Session::Fail(std::unique_ptr<ClientCall> call, const absl::Status& status,
 void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
   if (calls.empty()) return;
   std::vector<std::pair<std::unique_ptr<ClientCall>, base::Ran>> ended;
+  std::vector<OutMessagePtr> requests;  // Let go of without the lock: their loans end, and memory of users.
   {
     absl::MutexLock lock(&mu_);
     for (std::unique_ptr<PendingCall>& call : calls) {
       base::Ran ran = RanUnanswered(*call);
       if (OutMessagePtr request = call->request.lock()) {
         if (core_.Withdraw(request.get())) ran = base::Ran::kNo;
+        requests.push_back(std::move(request));
       }
       // The other side may stop its work: nobody waits for it.
       if (ran != base::Ran::kNo && !core_.dead()) {
@@ -112,6 +114,13 @@ void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
   // It may not be acknowledged yet, and its caller goes on now: no later kernel of his may overtake its
   // reads.
   if (OutMessagePtr request = call->request.lock()) static_cast<Message*>(request.get())->ReturnToOrigins();
+  if (header.code != absl::StatusCode::kOk && call->torn) {
+    // A first reply had begun to land, and could not be sent again.
+    return hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call),
+                                  status = absl::Status(header.code, header.message)]() mutable {
+      self->Fail(std::move(call), status, base::Ran::kYes);
+    });
+  }
   if (header.code != absl::StatusCode::kOk) {
     result = Explain(absl::Status(header.code, header.message), call->method, header.ran);
   } else if (call->torn) {
@@ -153,12 +162,7 @@ void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
       });
 }
 
-void Session::Refuse(uint64_t call, bool one_way, const MethodId& method, const absl::Status& status) {
-  if (one_way) {
-    ATOLL_LOG(kInfo) << "refused one-way " << MethodText(method.name, method.version) << " of "
-                     << peer().id.ToString() << ": " << status.message();
-    return;
-  }
+void Session::Refuse(uint64_t call, const absl::Status& status) {
   {
     absl::MutexLock lock(&mu_);
     served_.Answer(call);
@@ -166,6 +170,13 @@ void Session::Refuse(uint64_t call, bool one_way, const MethodId& method, const 
   std::string header = EncodeErrorReply(status, base::Ran::kNo);
   SetCall(header, call, 0);
   Post(MakeMessage(std::move(header)), /*force=*/true).IgnoreError();
+}
+
+absl::Status Session::CheckBacklog(size_t bytes) const {
+  const size_t waiting = backlog_->bytes();
+  if (waiting == 0 || waiting + bytes <= hub_->options().backlog_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat(waiting, " bytes of requests of this member wait for a thread already"));
 }
 
 void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
@@ -191,6 +202,9 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   std::string why;
   std::shared_ptr<const Method> served;
   Hub::Serving serving = hub_->BeginServing();
+  size_t bytes = header.body.size();
+  for (const TensorIn& tensor : header.tensors) bytes += tensor.meta.bytes();
+  if (refusal.ok()) refusal = CheckBacklog(bytes);
   if (refusal.ok() && !serving) refusal = absl::UnavailableError("it is shutting down");
   if (refusal.ok()) {
     served = hub_->FindMethod(method, &why);
@@ -205,7 +219,7 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
       refusal = into.status();
     }
   }
-  if (!refusal.ok()) return Refuse(id, one_way, method, refusal);
+  if (!refusal.ok()) return Refuse(id, refusal);
   FillInline(tensors, header.tensors);
   ServerCall call;
   call.caller = std::move(caller);
@@ -215,6 +229,10 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   absl::Time deadline = hub_->Now() + header.timeout;
   call.deadline = deadline;
   if (one_way) {
+    // Taken, to be run once.
+    std::string taken = EncodeReply("", {});
+    SetCall(taken, id, 0);
+    Post(MakeMessage(std::move(taken)), /*force=*/true).IgnoreError();
     call.cancelled = [] { return false; };
     call.responder = Responder::From([hub = hub_](absl::StatusOr<Payload> reply) {
       if (reply.ok()) ReturnLoans(hub, *std::move(reply));
@@ -234,7 +252,8 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
     });
   }
   if (!streams.empty()) call.request.streams = std::make_shared<Streams>(streams);
-  hub_->Dispatch(std::move(serving), std::move(served), std::move(call));
+  hub_->Dispatch(std::move(serving), std::move(served), std::move(call),
+                 [wait = Backlog::Wait(backlog_, bytes)]() mutable { Backlog::Wait over = std::move(wait); });
 }
 
 void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {

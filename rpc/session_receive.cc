@@ -13,8 +13,9 @@
 namespace Atoll::rpc {
 namespace {
 
-// A peer that breaks the protocol so often is not spoken to any more.
+// A peer that breaks the protocol so often within this time is not spoken to any more.
 constexpr int kMaxViolations = 3;
+constexpr absl::Duration kViolationsFor = absl::Minutes(10);
 
 bool TargetsMatch(const Header& header, const transport::Descriptor& descriptor) {
   size_t next = 0;
@@ -44,13 +45,13 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
   }
   if (!header.ok()) return Violation(pipe, header.status());
   const Prefix& prefix = header->prefix;
-  if (pipe->greeted == (prefix.kind == Kind::kHello)) {
+  if (pipe->greeted.load() == (prefix.kind == Kind::kHello)) {
     return Violation(pipe,
                      absl::InvalidArgumentError("the first message of a pipe, and no other, is a hello"));
   }
   switch (prefix.kind) {
     case Kind::kHello:
-      pipe->greeted = true;
+      pipe->greeted.store(true);
       OnHello(pipe, *header);
       break;
     case Kind::kBye:
@@ -87,6 +88,7 @@ void Session::OnHello(const PipePtr& pipe, const Header& header) {
     const absl::Time now = heard_ = hub_->Now();
     if (!core_.dead()) {
       address_ = pipe->pipe->peer().address;
+      peer_limits_ = header.hello.limits;
       if (peer_.addresses.empty() && !header.hello.addresses.empty()) {
         peer_.addresses = header.hello.addresses;
         core_.SetCanConnect(now);
@@ -108,6 +110,11 @@ void Session::Violation(const PipePtr& pipe, const absl::Status& status) {
   int count = 0;
   {
     absl::MutexLock lock(&mu_);
+    const absl::Time now = hub_->Now();
+    if (now - violations_since_ > kViolationsFor) {
+      violations_ = 0;
+      violations_since_ = now;
+    }
     count = ++violations_;
   }
   absl::Status reason = base::Annotate(status, "it broke the protocol");
@@ -121,6 +128,7 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
   absl::Status status;
   SessionCore::Verdict verdict = SessionCore::Verdict::kStale;
   std::unique_ptr<PendingCall> answered;
+  Landing over;  // Let go of without the lock.
   {
     absl::MutexLock lock(&mu_);
     const absl::Time now = heard_ = hub_->Now();
@@ -131,7 +139,7 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
       if (prefix.what == What::kReply) answered = calls_.Take(prefix.call);
       if (prefix.what == What::kCancel) served_.Cancel(prefix.call);
       Landing& landing = landings_[static_cast<size_t>(pipe->lane)];
-      if (!landing.busy && landing.number <= prefix.number) landing = Landing();
+      if (!landing.busy && landing.number <= prefix.number) over = std::exchange(landing, Landing());
     }
   }
   if (!status.ok()) {
@@ -164,6 +172,7 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   absl::Status status;
   SessionCore::Verdict verdict = SessionCore::Verdict::kStale;
   bool waits = false;
+  std::vector<at::Tensor> over;  // Let go of without the lock.
   {
     absl::MutexLock lock(&mu_);
     heard_ = hub_->Now();
@@ -186,7 +195,7 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
           in->streams = std::move(landing.streams);
           in->refusal = landing.refusal;
         }
-        landing.tensors.clear();
+        over.swap(landing.tensors);
       }
     }
   }
@@ -220,8 +229,12 @@ void Session::PrepareLanding(Incoming& in) {
     std::shared_ptr<const Method> method =
         hub_->FindMethod({std::string(in.header.method), in.header.version}, &why);
     absl::StatusOr<std::vector<at::Tensor>> into = absl::NotFoundError(why);
+    size_t bytes = in.header.body.size();
+    for (const TensorIn& tensor : in.header.tensors) bytes += tensor.meta.bytes();
     if (hub_->shutting_down()) {
       into = absl::UnavailableError("it is shutting down");
+    } else if (absl::Status room = CheckBacklog(bytes); !room.ok()) {
+      into = room;
     } else if (method != nullptr) {
       into = AllocateFor(*method, hub_->buffers(), peer().id, in.header.body, in.header.tensors, in.streams);
     }
@@ -259,6 +272,7 @@ void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& 
   const Lane lane = in->pipe->lane;
   std::shared_ptr<Incoming> waiting;
   std::unique_ptr<PendingCall> answered, lost;
+  Landing over;  // Let go of without the lock.
   bool received = false;
   {
     absl::MutexLock lock(&mu_);
@@ -271,8 +285,10 @@ void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& 
       size_t bytes = in->descriptor.header.size();
       for (const auto& tensor : in->descriptor.tensors) bytes += tensor.bytes;
       received = core_.OnReceived(lane, prefix.number, bytes, true, hub_->Now());
-      landing = Landing();
-      if (received && prefix.what == What::kReply) answered = calls_.Take(prefix.call);
+      over = std::exchange(landing, Landing());
+      // A session that died meanwhile left this call to us, and it is answered.
+      const bool answers = received || (call != nullptr && core_.dead());
+      if (answers && prefix.what == What::kReply) answered = calls_.Take(prefix.call);
     } else {
       if (call != nullptr && (call->expired || core_.dead())) lost = calls_.Take(prefix.call);
       if (prefix.what == What::kRequest && !core_.dead() && prefix.number == core_.last_received(lane) + 1) {

@@ -1,8 +1,10 @@
 // The private parts of Session, shared by its three .cc files. Internal to rpc.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "atoll/rpc/session.h"
@@ -14,8 +16,8 @@ struct Session::PipeState {
   Lane lane = Lane::kControl;
   bool initiated = false;
   std::shared_ptr<transport::Pipe> pipe;
-  bool greeted = false;  // Of its read chain.
-  bool closed = false;   // Under mu_.
+  std::atomic<bool> greeted{false};
+  bool closed = false;  // Under mu_.
 };
 
 // A message whose tensors travel on their own, while they do.
@@ -27,6 +29,31 @@ struct Session::Incoming {
   Streams streams;  // That bring those on GPUs.
   absl::Status refusal;
   bool into_caller = false;  // Written into the caller's reply_into.
+};
+
+// The bytes of requests that wait for a thread to run their handler. A request's share ends with its Wait,
+// which may outlive the session.
+class Session::Backlog {
+ public:
+  class Wait {
+   public:
+    Wait(std::shared_ptr<Backlog> backlog, size_t bytes) : backlog_(std::move(backlog)), bytes_(bytes) {
+      backlog_->bytes_.fetch_add(bytes_);
+    }
+    Wait(Wait&&) noexcept = default;
+    Wait& operator=(Wait&&) = delete;
+    ~Wait() {
+      if (backlog_ != nullptr) backlog_->bytes_.fetch_sub(bytes_);
+    }
+
+   private:
+    std::shared_ptr<Backlog> backlog_;
+    const size_t bytes_;
+  };
+  size_t bytes() const { return bytes_.load(); }
+
+ private:
+  std::atomic<size_t> bytes_{0};
 };
 
 struct Session::ClientCall : PendingCall {

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
+#include "atoll/transport/endpoint.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -19,7 +20,14 @@ constexpr size_t kAcksAt = 8;
 constexpr size_t kNumberAt = 24;
 constexpr size_t kCallAt = 32;
 constexpr size_t kWatermarkAt = 40;
+constexpr size_t kTimeoutAt = kPrefixBytes;  // Of a request.
 constexpr size_t kMinTensorBytes = 4;
+
+// A timeout beyond an int64 of nanoseconds (292 years) is none.
+int64_t TimeoutField(absl::Duration timeout) {
+  const int64_t ns = absl::ToInt64Nanoseconds(timeout);
+  return ns == std::numeric_limits<int64_t>::max() ? 0 : std::max<int64_t>(ns, 1);
+}
 
 void PutPrefix(base::ByteWriter& out, Kind kind, What what, uint8_t flags, uint64_t call = 0) {
   out.Put(kind);
@@ -108,8 +116,12 @@ void GetHello(base::ByteReader& in, Hello& hello) {
   if (in.ok() && version != kWireVersion) in.Fail("another version of the wire");
   hello.attempt = in.Get<uint64_t>();
   hello.accepted = in.Get<uint64_t>();
+  hello.limits.max_header_bytes = in.Get<uint64_t>();
+  hello.limits.max_tensors = in.Get<uint64_t>();
+  hello.limits.max_tensor_bytes = in.Get<uint64_t>();
+  if (in.ok() && hello.limits.max_header_bytes < kMinHeaderLimit) in.Fail("a header's limit that is too low");
   uint32_t count = in.GetCount(sizeof(uint32_t));
-  if (count > kMaxAddresses) in.Fail("too many addresses");
+  if (count > transport::kMaxAddresses) in.Fail("too many addresses");
   for (uint32_t i = 0; i < count && in.ok(); ++i) {
     hello.addresses.emplace_back(in.GetString(kMaxAddressBytes));
   }
@@ -155,7 +167,10 @@ std::string EncodeHello(const Hello& hello) {
   out.Put(kWireVersion);
   out.Put(hello.attempt);
   out.Put(hello.accepted);
-  size_t count = std::min(hello.addresses.size(), kMaxAddresses);
+  out.Put<uint64_t>(hello.limits.max_header_bytes);
+  out.Put<uint64_t>(hello.limits.max_tensors);
+  out.Put<uint64_t>(hello.limits.max_tensor_bytes);
+  size_t count = std::min(hello.addresses.size(), transport::kMaxAddresses);
   out.Put(static_cast<uint32_t>(count));
   for (size_t i = 0; i < count; ++i) {
     out.PutString(absl::string_view(hello.addresses[i]).substr(0, kMaxAddressBytes));
@@ -178,9 +193,7 @@ std::string EncodeRequest(const MethodId& method, absl::Duration timeout, bool o
   storage.reserve(bytes);
   base::ByteWriter out(std::move(storage));
   PutPrefix(out, Kind::kData, What::kRequest, one_way ? kFlagOneWay : 0);
-  // A timeout beyond an int64 of nanoseconds (292 years) is none.
-  int64_t ns = absl::ToInt64Nanoseconds(timeout);
-  out.Put<int64_t>(ns == std::numeric_limits<int64_t>::max() ? 0 : std::max<int64_t>(ns, 1));
+  out.Put<int64_t>(TimeoutField(timeout));
   out.PutString(method.name);
   out.Put(method.version);
   out.PutString(body);
@@ -240,6 +253,11 @@ void SetNumber(std::string& header, uint64_t number, bool ack_now) {
 void SetCall(std::string& header, uint64_t call, uint64_t watermark) {
   std::memcpy(header.data() + kCallAt, &call, sizeof(call));
   std::memcpy(header.data() + kWatermarkAt, &watermark, sizeof(watermark));
+}
+
+void SetTimeout(std::string& header, absl::Duration timeout) {
+  const int64_t field = TimeoutField(timeout);
+  std::memcpy(header.data() + kTimeoutAt, &field, sizeof(field));
 }
 
 absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> tensor_bytes) {

@@ -4,7 +4,8 @@
 //     0 kind u8 | 1 what u8 | 2 flags u8 | 3 zero u8 | 4 zero u32
 //     8 acknowledged on control u64 | 16 acknowledged on bulk u64
 //    24 number u64 | 32 call u64 | 40 lowest awaited call u64
-//   hello    version u32 | attempt u64 | accepted u64 | addresses (count u32, strings)
+//   hello    version u32 | attempt u64 | accepted u64 | limits (header bytes u64, tensors u64, tensor bytes u64)
+//            | addresses (count u32, strings)
 //            | device map (count u32, each: the sender's index i8 | the receiver's i8; -1 is the CPU)
 //   request  timeout in ns i64 (0: none) | method string | version u32 | body string | tensors
 //   reply    code u32 | ran u8 | message string | body string | tensors
@@ -34,10 +35,11 @@ inline constexpr uint32_t kWireVersion = 1;
 inline constexpr size_t kPrefixBytes = 48;
 inline constexpr size_t kMaxMethodName = 128;
 inline constexpr size_t kMaxDims = 64;
-inline constexpr size_t kMaxAddresses = 64;
 inline constexpr size_t kMaxDeviceMap = 129;  ///< 128 GPUs and the CPU.
 inline constexpr size_t kMaxAddressBytes = 512;
 inline constexpr size_t kMaxErrorBytes = 64 << 10;  ///< Of an error's text: longer ones are cut.
+/// Every receiver takes a header of this: a hello, an error with its text.
+inline constexpr size_t kMinHeaderLimit = 128 << 10;
 
 /// Numbers are never reused.
 enum class Kind : uint8_t { kHello = 1, kAck = 2, kData = 3, kBye = 4 };
@@ -65,6 +67,7 @@ struct Hello {
   std::vector<std::string> addresses;  ///< Where this side can be reached.
   /// Of requests from this side to the other (AgentOptions::device_maps).
   std::map<int, int> device_map = {};
+  transport::MessageLimits limits = {};  ///< What this side takes at most.
 };
 
 /// A tensor's place in a header that is written: `data` null means that its bytes travel on their own.
@@ -110,6 +113,8 @@ uint64_t CallOf(absl::string_view header);
 void SetAcks(std::string& header, const Acks& acks);
 void SetNumber(std::string& header, uint64_t number, bool ack_now);
 void SetCall(std::string& header, uint64_t call, uint64_t watermark);
+/// Of a request: how much time is left, so that what waited to be sent gets no more than it had.
+void SetTimeout(std::string& header, absl::Duration timeout);
 
 /// Reads a header; `tensor_bytes` are the sizes that the pipe announced with it, which must be those of
 /// the tensors that are not inline, in order. InvalidArgument says what is wrong.

@@ -91,11 +91,14 @@ class AgentTest : public ::testing::TestWithParam<AgentSetup> {
   bool fake() const { return GetParam().over == Over::kFake; }
 
   std::shared_ptr<transport::Endpoint> NewEndpoint(const base::MemberId& self) {
-    if (fake()) return network_->CreateEndpoint(self);
+    if (fake()) return network_->CreateEndpoint(self, limits_);
     transport::EndpointOptions options;
     options.job = "agent-test";
     options.self = self;
     options.key.bytes = "a key of at least sixteen bytes";
+    options.max_header_bytes = limits_.max_header_bytes;
+    options.max_tensors = limits_.max_tensors;
+    options.max_tensor_bytes = limits_.max_tensor_bytes;
     auto endpoint = transport::CreateEndpoint(options);
     EXPECT_TRUE(endpoint.ok()) << endpoint.status();
     return endpoint.ok() ? *endpoint : nullptr;
@@ -161,7 +164,8 @@ class AgentTest : public ::testing::TestWithParam<AgentSetup> {
   }
 
   std::shared_ptr<FakeNetwork> network_ = FakeNetwork::Create();
-  Parked parked_;  // Outlives the agents, whose handlers fill it.
+  transport::MessageLimits limits_;  // Of the endpoints that are made from now on.
+  Parked parked_;                    // Outlives the agents, whose handlers fill it.
   std::map<std::string, std::unique_ptr<Agent>> agents_;
 };
 

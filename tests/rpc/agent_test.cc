@@ -269,6 +269,8 @@ TEST_P(AgentTest, BlockedHandlersStarveNoDeadline) {
   EXPECT_GE(maybe, 1);
   release.Notify();
   EXPECT_TRUE(blocking.Wait(kHang).ok());
+  Stop("a");  // Their handlers look at what ends here.
+  Stop("b");
 }
 
 TEST_P(AgentTest, ACallThatWasGivenUpIsCancelledAtTheCallee) {

@@ -104,6 +104,41 @@ TEST(ServedTable, AnswersOnceAndNobodyWhoGaveUp) {
   EXPECT_FALSE(table.Answer(3));
 }
 
+TEST(ServedTable, WhatWasGivenUpBeforeItCameDoesNotRun) {
+  ServedTable table(10);
+  using Admission = ServedTable::Admission;
+  EXPECT_EQ(table.Admit(1, 1).admission, Admission::kRun);
+  table.Cancel(3);  // By the control lane; the request is large and comes by the other.
+  EXPECT_EQ(table.Admit(2, 1).admission, Admission::kRun);
+  EXPECT_EQ(table.Admit(3, 1).admission, Admission::kUnwanted);
+  EXPECT_FALSE(table.Answer(3));
+  // One that was answered long ago is remembered until the watermark says so, and no longer.
+  EXPECT_TRUE(table.Answer(2));
+  table.Cancel(2);
+  EXPECT_EQ(table.Admit(4, 4).admission, Admission::kRun);
+  // The newest are kept, however many there are.
+  for (uint64_t call = 5; call < 5000; ++call) table.Cancel(call);
+  EXPECT_EQ(table.Admit(4999, 4).admission, Admission::kUnwanted);
+}
+
+TEST(CallTable, CountsOneWayCalls) {
+  CallTable table;
+  auto one_way = [] {
+    auto call = std::make_unique<PendingCall>();
+    call->one_way = true;
+    return call;
+  };
+  uint64_t first = table.Add(one_way());
+  table.Add(one_way());
+  table.Add(Until(kStart));
+  EXPECT_EQ(table.one_way_count(), 2u);
+  EXPECT_NE(table.Take(first), nullptr);
+  EXPECT_EQ(table.one_way_count(), 1u);
+  table.TakeAll();
+  EXPECT_EQ(table.one_way_count(), 0u);
+  table.CheckInvariants();
+}
+
 TEST(ServedTable, HasALimit) {
   ServedTable table(2);
   EXPECT_EQ(table.Admit(1, 1).admission, ServedTable::Admission::kRun);

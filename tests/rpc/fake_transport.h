@@ -25,8 +25,9 @@ namespace Atoll::rpc {
 class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
  public:
   static std::shared_ptr<FakeNetwork> Create() { return std::shared_ptr<FakeNetwork>(new FakeNetwork); }
-  std::shared_ptr<transport::Endpoint> CreateEndpoint(base::MemberId self) {
-    auto endpoint = std::make_shared<EndpointImpl>(shared_from_this(), std::move(self));
+  std::shared_ptr<transport::Endpoint> CreateEndpoint(base::MemberId self,
+                                                      transport::MessageLimits limits = {}) {
+    auto endpoint = std::make_shared<EndpointImpl>(shared_from_this(), std::move(self), limits);
     absl::MutexLock lock(&mu_);
     endpoints_[absl::StrCat("fake:", endpoint->self_.name)] = endpoint;
     return endpoint;
@@ -63,6 +64,20 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   int held_reads() const {
     absl::MutexLock lock(&mu_);
     return held_reads_;
+  }
+  /// From now on a read that is held ends well when its pipe ends: its bytes were all there.
+  void FinishReadsAtTheEnd() {
+    absl::MutexLock lock(&mu_);
+    finish_reads_ = true;
+  }
+  /// The endpoint of `name` breaks, as one where a callback threw: its pipes end, and it connects no more.
+  void Break(const std::string& name) {
+    std::shared_ptr<EndpointImpl> endpoint;
+    {
+      absl::MutexLock lock(&mu_);
+      endpoint = endpoints_[absl::StrCat("fake:", name)].lock();
+    }
+    if (endpoint != nullptr) endpoint->Break();
   }
   /// From now on no connection is made: each fails with Unavailable and this text, as where a network is away.
   void SetUnreachable(std::string why) {
@@ -133,6 +148,13 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
           peer_(std::move(peer)) {}
 
     void Write(transport::Message message, absl::AnyInvocable<void(absl::Status)> done) override {
+      if (absl::Status above = Above(ours_, message); !above.ok()) {
+        return std::move(done)(transport::MessageError(above));
+      }
+      if (absl::Status above = Above(theirs_, message); !above.ok()) {
+        Close(above);
+        return std::move(done)(above);
+      }
       Packet packet;
       packet.descriptor.header = std::move(message.header);
       for (const auto& buffer : message.tensors) {
@@ -177,7 +199,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
           absl::MutexLock lock(&self->network_->mu_);
           if (!self->read_done_) return;
           status = self->closed_;
-          half = status.ok() && self->network_->hold_reads_;
+          if (self->network_->finish_reads_ && !status.ok()) status = absl::OkStatus();
+          half = self->closed_.ok() && self->network_->hold_reads_;
           into = self->into_;
           if (half) {
             tensors = self->arriving_;
@@ -247,8 +270,16 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
       });
     }
 
+    static absl::Status Above(const transport::MessageLimits& limits, const transport::Message& message) {
+      bool above =
+          message.header.size() > limits.max_header_bytes || message.tensors.size() > limits.max_tensors;
+      for (const auto& buffer : message.tensors) above = above || buffer.bytes > limits.max_tensor_bytes;
+      return above ? absl::InvalidArgumentError("a message above the limits") : absl::OkStatus();
+    }
+
     const std::shared_ptr<FakeNetwork> network_;
     const std::shared_ptr<Loop> loop_;
+    transport::MessageLimits ours_, theirs_;  // Set once, before it is used.
     const std::string self_name_;
     const transport::PeerInfo peer_;
     // Under the network's mutex.
@@ -263,14 +294,33 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
 
   class EndpointImpl : public transport::Endpoint {
    public:
-    EndpointImpl(std::shared_ptr<FakeNetwork> network, base::MemberId self)
-        : self_(std::move(self)), network_(std::move(network)), loop_(std::make_shared<Loop>()) {}
+    EndpointImpl(std::shared_ptr<FakeNetwork> network, base::MemberId self, transport::MessageLimits limits)
+        : self_(std::move(self)),
+          limits_(limits),
+          network_(std::move(network)),
+          loop_(std::make_shared<Loop>()) {}
     ~EndpointImpl() override {
       Close();
       Join();
     }
     std::vector<std::string> addresses() const override { return {absl::StrCat("fake:", self_.name)}; }
     int port() const override { return 1; }
+    transport::MessageLimits limits() const override { return limits_; }
+    void OnBroken(absl::AnyInvocable<void(absl::Status)> on_broken) override {
+      absl::MutexLock lock(&network_->mu_);
+      on_broken_ = std::move(on_broken);
+    }
+    void Break() {
+      const absl::Status status = absl::InternalError("a callback threw");
+      {
+        absl::MutexLock lock(&network_->mu_);
+        broken_ = status;
+      }
+      loop_->Post([this, status] {
+        ClosePipes(status);
+        if (on_broken_) on_broken_(status);
+      });
+    }
     void OnPipe(absl::AnyInvocable<void(std::shared_ptr<transport::Pipe>)> on_pipe) override {
       absl::MutexLock lock(&network_->mu_);
       on_pipe_ = std::move(on_pipe);
@@ -288,35 +338,43 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     }
     Counters counters() const override { return {}; }
     void Close() override {
-      std::vector<std::shared_ptr<PipeImpl>> pipes;
       {
         absl::MutexLock lock(&network_->mu_);
         closed_ = true;
         network_->endpoints_.erase(absl::StrCat("fake:", self_.name));
-        for (const auto& weak : network_->pipes_) {
-          auto pipe = weak.lock();
-          if (pipe != nullptr && pipe->loop_ == loop_) pipes.push_back(pipe);
-        }
       }
-      for (const auto& pipe : pipes) pipe->Close(absl::CancelledError("the endpoint is closed"));
+      ClosePipes(absl::CancelledError("the endpoint is closed"));
     }
     void Join() override { loop_->Join(); }
 
    private:
     friend class FakeNetwork;
+    void ClosePipes(const absl::Status& status) {
+      std::vector<std::shared_ptr<PipeImpl>> pipes;
+      {
+        absl::MutexLock lock(&network_->mu_);
+        for (const auto& weak : network_->pipes_) {
+          auto pipe = weak.lock();
+          if (pipe != nullptr && pipe->loop_ == loop_) pipes.push_back(pipe);
+        }
+      }
+      for (const auto& pipe : pipes) pipe->Close(status);
+    }
     absl::StatusOr<std::shared_ptr<transport::Pipe>> Open(const std::vector<std::string>& addresses,
                                                           const base::MemberId& expected,
                                                           transport::Lane lane) {
       absl::MutexLock lock(&network_->mu_);
       if (!network_->unreachable_.empty()) return absl::UnavailableError(network_->unreachable_);
       if (closed_) return absl::CancelledError("the endpoint is closed");
+      if (!broken_.ok()) return broken_;
       std::shared_ptr<EndpointImpl> other;
       for (const std::string& address : addresses) {
         auto found = network_->endpoints_.find(address);
         if (found != network_->endpoints_.end()) other = found->second.lock();
         if (other != nullptr) break;
       }
-      if (other == nullptr || other->closed_) return transport::RefusedError("connect: Connection refused");
+      if (other == nullptr || other->closed_ || !other->broken_.ok())
+        return transport::RefusedError("connect: Connection refused");
       if ((!expected.name.empty() && expected.name != other->self_.name) ||
           (expected.incarnation != base::Incarnation() && expected.incarnation != other->self_.incarnation)) {
         return absl::NotFoundError(absl::StrCat("it is ", other->self_.ToString()));
@@ -327,6 +385,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
       auto theirs = std::make_shared<PipeImpl>(
           network_, other->loop_, other->self_.name,
           transport::PeerInfo{self_, lane, absl::StrCat("fake:", self_.name), false});
+      ours->ours_ = theirs->theirs_ = limits_;
+      ours->theirs_ = theirs->ours_ = other->limits_;
       ours->other_ = theirs;
       theirs->other_ = ours;
       network_->pipes_.push_back(ours);
@@ -340,8 +400,11 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     }
 
     const base::MemberId self_;
+    const transport::MessageLimits limits_;
     const std::shared_ptr<FakeNetwork> network_;
     const std::shared_ptr<Loop> loop_;
+    absl::Status broken_;
+    absl::AnyInvocable<void(absl::Status)> on_broken_;
     absl::AnyInvocable<void(std::shared_ptr<transport::Pipe>)> on_pipe_;
     std::vector<std::shared_ptr<PipeImpl>> early_;
     bool closed_ = false;
@@ -352,6 +415,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   std::vector<std::weak_ptr<PipeImpl>> pipes_ ABSL_GUARDED_BY(mu_);
   std::string unreachable_ ABSL_GUARDED_BY(mu_);
   bool hold_reads_ ABSL_GUARDED_BY(mu_) = false;
+  bool finish_reads_ ABSL_GUARDED_BY(mu_) = false;
   int held_reads_ ABSL_GUARDED_BY(mu_) = 0;
   std::atomic<int> cut_reads_{0};
   std::atomic<uint64_t> connects_{0};

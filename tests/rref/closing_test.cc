@@ -56,6 +56,7 @@ class GateAgent : public rpc::Agent {
   base::Executor* pool() override { return agent_->pool(); }
   base::Timer* timer() override { return agent_->timer(); }
   const base::Clock* clock() const override { return agent_->clock(); }
+  absl::Time LastHeard(const base::MemberId& id) const override { return agent_->LastHeard(id); }
   transport::Endpoint* endpoint() override { return agent_->endpoint(); }
   absl::Status Shutdown(absl::Duration limit) override { return agent_->Shutdown(limit); }
 
