@@ -14,6 +14,8 @@ constexpr size_t kMaxNameBytes = 64;
 constexpr size_t kMaxRoleBytes = 32;
 constexpr size_t kMaxAddresses = 16;
 constexpr size_t kMaxAddressBytes = 512;
+constexpr absl::string_view kAlive = "which is alive";
+constexpr absl::string_view kSilent = "which does not answer but whose lease still runs";
 
 bool IsWord(absl::string_view text, size_t max_bytes) {
   if (text.empty() || text.size() > max_bytes) return false;
@@ -84,6 +86,11 @@ MembershipCore::State* MembershipCore::Find(const base::MemberId& id) {
   return nullptr;
 }
 
+void MembershipCore::Renew(State& state, absl::Time now) {
+  state.heard = now;
+  if (!IsCoordinator(state.member.id)) state.lease_end = now + options_.lease;
+}
+
 absl::Status MembershipCore::NotAMember(const base::MemberId& id) const {
   for (const auto& [member, why] : gone_) {
     if (member.id == id) {
@@ -136,7 +143,8 @@ const MembershipCore::State* MembershipCore::Conflict(const Member& member) cons
   return nullptr;
 }
 
-MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::Time now) {
+MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::Time deadline,
+                                             absl::Time now) {
   Observe(now);
   Actions actions;
   absl::Status status = CheckJoin(member);
@@ -154,7 +162,7 @@ MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::T
                      0});
       return actions;
     }
-    if (!IsCoordinator(member.id)) again->lease_end = now + options_.lease;
+    Renew(*again, now);
     actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
     return actions;
   }
@@ -164,12 +172,77 @@ MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::T
     return actions;
   }
   // A process that was killed and started again may be here before its old self is known to be dead.
-  base::MemberId holder = conflict->member.id;
-  auto [probe, fresh] = probes_.try_emplace(holder);
-  probe->second.push_back({std::move(member), token});
-  if (IsCoordinator(holder)) return Probed(holder, ProbeResult::kAlive, "", now);
-  if (fresh) actions.push_back(Probe{holder});
+  const Member holder = conflict->member;
+  PendingJoin join{std::move(member), token, deadline};
+  if (IsCoordinator(holder.id)) {
+    RefuseJoin(join, holder, kAlive, actions);
+  } else {
+    inquiries_[holder.id].joins.push_back(std::move(join));
+    Ask(holder.id, actions);
+  }
   return actions;
+}
+
+void MembershipCore::Ask(const base::MemberId& suspect, Actions& actions) {
+  Inquiry& inquiry = inquiries_[suspect];
+  if (inquiry.asked) return;
+  inquiry.asked = true;
+  actions.push_back(Probe{suspect});
+}
+
+void MembershipCore::RefuseJoin(const PendingJoin& join, const Member& holder, absl::string_view how,
+                                Actions& actions) {
+  const bool name = join.member.id.name == holder.id.name;
+  std::string text = absl::StrCat(Describe(join.member), " cannot join: ", name ? "its name" : "its rank",
+                                  " belongs to ", Describe(holder), ", ", how);
+  if (!holder.addresses.empty()) absl::StrAppend(&text, " at ", holder.addresses.back());
+  actions.push_back(JoinAnswer{join.token, absl::AlreadyExistsError(text), {}, 0});
+}
+
+MembershipCore::Actions MembershipCore::WithdrawJoin(Token token) {
+  Actions actions;
+  for (auto inquiry = inquiries_.begin(); inquiry != inquiries_.end(); ++inquiry) {
+    std::vector<PendingJoin>& joins = inquiry->second.joins;
+    auto join =
+        std::find_if(joins.begin(), joins.end(), [&](const PendingJoin& one) { return one.token == token; });
+    if (join == joins.end()) continue;
+    joins.erase(join);
+    if (joins.empty() && !inquiry->second.asked) inquiries_.erase(inquiry);
+    actions.push_back(JoinAnswer{token, absl::CancelledError("who asked to join waits no more"), {}, 0});
+    break;
+  }
+  return actions;
+}
+
+/// Refuses the joins whose deadline is over.
+void MembershipCore::EndJoins(absl::Time now, Actions& actions) {
+  for (auto& [suspect, inquiry] : inquiries_) {
+    auto late = std::stable_partition(inquiry.joins.begin(), inquiry.joins.end(),
+                                      [&](const PendingJoin& join) { return join.deadline > now; });
+    for (auto join = late; join != inquiry.joins.end(); ++join) {
+      RefuseJoin(*join, Find(suspect)->member, kSilent, actions);
+    }
+    inquiry.joins.erase(late, inquiry.joins.end());
+  }
+}
+
+/// Of members that did not answer a probe while joins wait for their place: who was heard of since is alive;
+/// the others are asked again.
+void MembershipCore::JudgeSilent(absl::Time now, Actions& actions) {
+  for (auto inquiry = inquiries_.begin(); inquiry != inquiries_.end();) {
+    auto& [suspect, state] = *inquiry;
+    const State& holder = *Find(suspect);
+    if (holder.heard > state.silent_since) {
+      for (const PendingJoin& join : state.joins) RefuseJoin(join, holder.member, kAlive, actions);
+      state.joins.clear();
+    }
+    if (state.joins.empty() && !state.asked) {
+      inquiry = inquiries_.erase(inquiry);
+      continue;
+    }
+    if (now >= state.silent_since + options_.lease / 4) Ask(suspect, actions);
+    ++inquiry;
+  }
 }
 
 void MembershipCore::Admit(Member member, Token token, absl::Time now, Actions& actions) {
@@ -229,11 +302,17 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   Announce(kind, state.member, in_order ? absl::OkStatus() : absl::UnavailableError(text), actions);
   AnswerPoll(state, NotAMember(id), actions);
   Append(gathers_.MemberGone(state.member, text), actions);
-  auto probe = probes_.find(id);
-  if (probe != probes_.end()) {
-    std::vector<PendingJoin> waiting = std::move(probe->second);
-    probes_.erase(probe);
-    for (PendingJoin& join : waiting) Append(Join(std::move(join.member), join.token, now), actions);
+  auto inquiry = inquiries_.find(id);
+  if (inquiry != inquiries_.end()) {
+    std::vector<PendingJoin> waiting = std::move(inquiry->second.joins);
+    inquiries_.erase(inquiry);
+    for (PendingJoin& join : waiting) {
+      if (join.deadline <= now) {
+        RefuseJoin(join, state.member, kSilent, actions);
+      } else {
+        Append(Join(std::move(join.member), join.token, join.deadline, now), actions);
+      }
+    }
   }
   TrimEvents(now, actions);
 }
@@ -256,7 +335,7 @@ absl::Status MembershipCore::Heartbeat(const base::MemberId& id, absl::Time now)
   Observe(now);
   State* state = Find(id);
   if (state == nullptr) return NotAMember(id);
-  if (!IsCoordinator(id)) state->lease_end = now + options_.lease;
+  Renew(*state, now);
   return absl::OkStatus();
 }
 
@@ -299,12 +378,12 @@ MembershipCore::Actions MembershipCore::ReportDead(const base::MemberId& reporte
   if (from == nullptr || Find(suspect) == nullptr || IsCoordinator(suspect) || reporter == suspect) {
     return actions;
   }
-  if (!IsCoordinator(reporter)) from->lease_end = now + options_.lease;
+  Renew(*from, now);
   if (IsCoordinator(reporter) || evidence == Evidence::kSeen) {
     Remove(suspect, MemberEvent::Kind::kDead, absl::StrCat("seen by ", reporter.name, ": ", what), now,
            actions);
-  } else if (probes_.try_emplace(suspect).second) {
-    actions.push_back(Probe{suspect});
+  } else {
+    Ask(suspect, actions);
   }
   return actions;
 }
@@ -314,25 +393,20 @@ MembershipCore::Actions MembershipCore::Probed(const base::MemberId& suspect, Pr
   Observe(now);
   Actions actions;
   State* state = Find(suspect);
-  auto probe = probes_.find(suspect);
-  if (state == nullptr || probe == probes_.end()) return actions;  // Gone meanwhile: Remove saw to it.
+  auto inquiry = inquiries_.find(suspect);
+  if (state == nullptr || inquiry == inquiries_.end()) return actions;  // Gone meanwhile: Remove saw to it.
+  inquiry->second.asked = false;
   if (result == ProbeResult::kDead) {
     Remove(suspect, MemberEvent::Kind::kDead, absl::StrCat("seen by ", coordinator_.name, ": ", what), now,
            actions);
-    return actions;
-  }
-  bool alive = result == ProbeResult::kAlive;
-  if (alive && !IsCoordinator(suspect)) state->lease_end = now + options_.lease;
-  std::vector<PendingJoin> waiting = std::move(probe->second);
-  probes_.erase(probe);
-  for (PendingJoin& join : waiting) {
-    bool name = join.member.id.name == suspect.name;
-    std::string text =
-        absl::StrCat(Describe(join.member), " cannot join: ", name ? "its name" : "its rank", " belongs to ",
-                     Describe(state->member),
-                     alive ? ", which is alive" : ", which does not answer but whose lease still runs");
-    if (!state->member.addresses.empty()) absl::StrAppend(&text, " at ", state->member.addresses.back());
-    actions.push_back(JoinAnswer{join.token, absl::AlreadyExistsError(text), {}, 0});
+  } else if (result == ProbeResult::kAlive) {
+    Renew(*state, now);
+    for (const PendingJoin& join : inquiry->second.joins) RefuseJoin(join, state->member, kAlive, actions);
+    inquiries_.erase(inquiry);
+  } else if (inquiry->second.joins.empty()) {
+    inquiries_.erase(inquiry);  // Its lease decides.
+  } else {
+    inquiry->second.silent_since = now;
   }
   return actions;
 }
@@ -357,6 +431,7 @@ MembershipCore::Actions MembershipCore::Gather(const base::MemberId& id, std::st
 MembershipCore::Actions MembershipCore::Tick(absl::Time now) {
   Observe(now);
   Actions actions;
+  EndJoins(now, actions);
   std::vector<base::MemberId> late;
   for (auto& [rank, state] : members_) {
     if (state.lease_end <= now) late.push_back(state.member.id);
@@ -365,6 +440,7 @@ MembershipCore::Actions MembershipCore::Tick(absl::Time now) {
     Remove(id, MemberEvent::Kind::kDead,
            absl::StrCat("nothing was heard of it for ", absl::FormatDuration(options_.lease)), now, actions);
   }
+  JudgeSilent(now, actions);
   for (auto& [rank, state] : members_) {
     if (state.poll.has_value() && state.poll_end <= now) AnswerPoll(state, absl::OkStatus(), actions);
   }
@@ -377,6 +453,9 @@ absl::Time MembershipCore::NextTick() const {
   for (const auto& [rank, state] : members_) {
     next = std::min(next, state.lease_end);
     if (state.poll.has_value()) next = std::min(next, state.poll_end);
+  }
+  for (const auto& [suspect, inquiry] : inquiries_) {
+    for (const PendingJoin& join : inquiry.joins) next = std::min(next, join.deadline);
   }
   return next;
 }
@@ -409,9 +488,10 @@ std::string MembershipCore::BrokenInvariant() const {
   for (const MemberEvent& event : events_) {
     if (event.number != ++number) return "a gap in the events";
   }
-  for (const auto& [suspect, joins] : probes_) {
+  for (const auto& [suspect, inquiry] : inquiries_) {
     if (Live(suspect.name) == nullptr || Live(suspect.name)->id != suspect) return "a probe of nobody";
-    for (const PendingJoin& join : joins) {
+    if (!inquiry.asked && inquiry.joins.empty()) return "an inquiry that nobody made";
+    for (const PendingJoin& join : inquiry.joins) {
       if (join.member.id.name != suspect.name && Live(join.member.rank)->id != suspect) {
         return "a join waits for somebody who is not in its way";
       }

@@ -2,8 +2,8 @@
 // out; rpc/membership.cc carries them out. Every order of events can so be tried in milliseconds.
 //
 //   join ──> [conflict with a live member: probe it first] ──> member ──leave──────────> left
-//                                                              │  renews its lease by whatever it sends
-//                                                              └──lease ends, or seen to die──> dead
+//                │ alive: refused                              │  renews its lease by whatever it sends
+//                └ no answer: waits for its lease's end        └──lease ends, or seen to die──> dead
 //
 // Each change is an event with a number; members fetch them in order by Poll(after), so none is lost, none
 // comes twice, and a slow member is caught up.
@@ -62,7 +62,12 @@ class MembershipCore : private GatherCore::Roster {
   /// Answered with AlreadyExists (the name or rank belongs to a live member, which was probed; both are
   /// named), InvalidArgument (rank, name, role or addresses that cannot be), FailedPrecondition (this
   /// incarnation was a member before), or the members. A repeated join of a member is answered again.
-  Actions Join(Member member, Token token, absl::Time now);
+  /// While a member in its way does not answer the probe (its process may have died with its host), it waits
+  /// for that member's lease to end, at most until `deadline`: then AlreadyExists too.
+  Actions Join(Member member, Token token, absl::Time deadline, absl::Time now);
+  /// Whoever asked with `token` waits no more: a join that was not decided yet is answered with Cancelled and
+  /// leaves nothing.
+  Actions WithdrawJoin(Token token);
   /// Renews the lease. FailedPrecondition: it is no longer a member, and why; NotFound: it never was.
   absl::Status Heartbeat(const base::MemberId& id, absl::Time now);
   /// Answered as soon as there is an event after `after`. A newer poll of the same member ends an older one.
@@ -101,6 +106,7 @@ class MembershipCore : private GatherCore::Roster {
   struct State {
     Member member;
     absl::Time lease_end;
+    absl::Time heard = absl::InfinitePast();
     uint64_t seen = 0;  ///< It has every event up to here.
     std::optional<Token> poll;
     absl::Time poll_end;
@@ -108,6 +114,13 @@ class MembershipCore : private GatherCore::Roster {
   struct PendingJoin {
     Member member;
     Token token;
+    absl::Time deadline;
+  };
+  /// Whether a member lives, and who waits for its place.
+  struct Inquiry {
+    bool asked = false;                                ///< A probe is under way.
+    absl::Time silent_since = absl::InfiniteFuture();  ///< The last probe had no answer then.
+    std::vector<PendingJoin> joins;
   };
 
   int world_size() const override { return options_.world_size; }
@@ -118,9 +131,14 @@ class MembershipCore : private GatherCore::Roster {
 
   void Observe(absl::Time now);
   State* Find(const base::MemberId& id);
+  void Renew(State& state, absl::Time now);
   absl::Status NotAMember(const base::MemberId& id) const;
   absl::Status CheckJoin(const Member& member) const;
   const State* Conflict(const Member& member) const;
+  void Ask(const base::MemberId& suspect, Actions& actions);
+  void RefuseJoin(const PendingJoin& join, const Member& holder, absl::string_view how, Actions& actions);
+  void EndJoins(absl::Time now, Actions& actions);
+  void JudgeSilent(absl::Time now, Actions& actions);
   void Admit(Member member, Token token, absl::Time now, Actions& actions);
   void Announce(MemberEvent::Kind kind, const Member& member, absl::Status reason, Actions& actions);
   void Remove(base::MemberId id, MemberEvent::Kind kind, const std::string& what, absl::Time now,
@@ -133,8 +151,8 @@ class MembershipCore : private GatherCore::Roster {
   const base::MemberId coordinator_;
   GatherCore gathers_;
   std::map<base::Rank, State> members_;
-  std::map<base::MemberId, std::vector<PendingJoin>> probes_;  ///< By suspect, with who waits for its place.
-  std::deque<MemberEvent> events_;                             ///< The last ones, up to last_event_.
+  std::map<base::MemberId, Inquiry> inquiries_;  ///< By suspect.
+  std::deque<MemberEvent> events_;               ///< The last ones, up to last_event_.
   uint64_t last_event_ = 0;
   std::deque<std::pair<Member, std::string>> gone_;  ///< With why, the latest last.
   absl::Time observed_;

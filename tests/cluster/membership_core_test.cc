@@ -56,16 +56,73 @@ TEST(MembershipCore, ALiveNameOrRankIsRefusedNamingBoth) {
   script.Finish();
 }
 
-TEST(MembershipCore, AStoppedHolderKeepsItsNameUntilItsLeaseEnds) {
+TEST(MembershipCore, WhoseOldSelfIsSilentJoinsWhenItsLeaseEnds) {
   Script script(3);
   script.Join(kA);
   script.Advance(absl::Seconds(4));
   uint64_t join = script.Join(kA2);
   script.Probed(kA.id, ProbeResult::kNoAnswer);
-  ExpectStatus(script.Status(join), absl::StatusCode::kAlreadyExists,
-               "does not answer but whose lease still runs");
-  script.Advance(absl::Seconds(7));
-  EXPECT_TRUE(script.Status(script.Join(kA2)).ok());
+  EXPECT_FALSE(script.Answered(join)) << "its host may have died";
+  script.Advance(absl::Seconds(5));
+  EXPECT_FALSE(script.Answered(join));
+  EXPECT_EQ(script.probes().count(kA.id), 1u) << "it is asked again";
+  script.Advance(absl::Seconds(2));
+  EXPECT_TRUE(script.Status(join).ok()) << script.Status(join);
+  EXPECT_TRUE(script.Heartbeat(kA2.id).ok());
+  script.Finish();
+}
+
+TEST(MembershipCore, ASilentHolderThatIsHeardAgainKeepsItsName) {
+  Script script(3);
+  script.Join(kA);
+  uint64_t join = script.Join(kA2);
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  script.Advance(absl::Seconds(1));
+  EXPECT_TRUE(script.Heartbeat(kA.id).ok());
+  script.Advance(absl::Milliseconds(2500));
+  ExpectStatus(script.Status(join), absl::StatusCode::kAlreadyExists, "which is alive");
+  // One that answers the next probe.
+  join = script.Join(kA2);
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  script.Advance(absl::Milliseconds(2500));
+  EXPECT_FALSE(script.Answered(join));
+  script.Probed(kA.id, ProbeResult::kAlive);
+  ExpectStatus(script.Status(join), absl::StatusCode::kAlreadyExists, "which is alive");
+  EXPECT_THAT(script.Live(), ElementsAre("c", "a"));
+  script.Finish();
+}
+
+TEST(MembershipCore, AJoinThatNobodyWaitsForLeavesNothing) {
+  Script script(3);
+  script.Join(kA);
+  uint64_t short_one = script.Join(kA2, absl::Seconds(5));
+  uint64_t withdrawn = script.Join(MakeMember("a", 0xa3, 1));
+  uint64_t patient = script.Join(MakeMember("a", 0xa4, 1));
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  script.Advance(absl::Seconds(5));
+  ExpectStatus(script.Status(short_one), absl::StatusCode::kAlreadyExists,
+               "its name belongs to a#00a1 (rank 1), which does not answer but whose lease still runs");
+  script.Withdraw(withdrawn);
+  script.Withdraw(withdrawn);
+  ExpectStatus(script.Status(withdrawn), absl::StatusCode::kCancelled, "");
+  script.Advance(absl::Seconds(5));
+  EXPECT_TRUE(script.Status(patient).ok()) << script.Status(patient);
+  ExpectStatus(script.Heartbeat(kA2.id), absl::StatusCode::kNotFound, "");
+  script.Finish();
+}
+
+TEST(MembershipCore, ASeenDeathLetsInWhoWaitsAndAReportAsksAgain) {
+  Script script(3);
+  script.Join(kA);
+  script.Join(kB);
+  uint64_t join = script.Join(kA2);
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  EXPECT_TRUE(script.probes().empty());
+  script.Report(kB.id, kA.id, Evidence::kUnreachable);
+  EXPECT_EQ(script.probes().count(kA.id), 1u);
+  EXPECT_FALSE(script.Answered(join));
+  script.Probed(kA.id, ProbeResult::kDead);
+  EXPECT_TRUE(script.Status(join).ok()) << script.Status(join);
   script.Finish();
 }
 

@@ -380,6 +380,17 @@ TEST_F(MembershipTest, AKilledMemberIsSeenAtOnceAndItsNameIsFree) {
   Wait(again);
 }
 
+TEST_F(MembershipTest, WhoseOldSelfDoesNotAnswerJoinsWhenItsLeaseEnds) {
+  MembershipOptions options = Options(0, 2);
+  options.lease = absl::Milliseconds(2500);
+  Serve(options);
+  pid_t child = StartChild("a", 1, 2);
+  ASSERT_EQ(child_says_, "joined\n");
+  kill(child, SIGSTOP);  // To the others as if its host had lost its power.
+  ranks_[1] = std::make_unique<RankOf>("a");
+  EXPECT_EQ(TryJoin(*ranks_[1], Options(1, 2)), absl::OkStatus());
+}
+
 TEST_F(MembershipTest, AStoppedMemberIsDeadByItsLeaseAndToldWhenItWakes) {
   MembershipOptions options = Options(0, 2);
   options.lease = absl::Milliseconds(1500);
