@@ -12,7 +12,6 @@ namespace {
 
 constexpr size_t kMaxNameBytes = 64;
 constexpr size_t kMaxRoleBytes = 32;
-constexpr size_t kMaxAddresses = 16;
 constexpr size_t kMaxAddressBytes = 512;
 constexpr absl::string_view kAlive = "which is alive";
 constexpr absl::string_view kSilent = "which does not answer but whose lease still runs";

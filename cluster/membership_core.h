@@ -28,6 +28,7 @@ namespace Atoll::cluster {
 class MembershipCore : private GatherCore::Roster {
  public:
   using Token = GatherCore::Token;  ///< Names a call that waits for its answer; the caller's to choose.
+  static constexpr size_t kMaxAddresses = 16;  ///< Of a member; transport's endpoints list no more.
   struct Options {
     int world_size = 1;
     absl::Duration lease = absl::Seconds(10);

@@ -8,9 +8,12 @@
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/membership_messages.h"
+#include "atoll/transport/endpoint.h"
 
 namespace Atoll::rpc {
 namespace {
+
+static_assert(cluster::MembershipCore::kMaxAddresses == transport::kMaxAddresses);
 
 constexpr absl::Duration kProbeLimit = absl::Seconds(2);
 constexpr absl::Duration kAnswerTime = absl::Seconds(1);

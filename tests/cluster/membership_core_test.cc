@@ -173,7 +173,7 @@ TEST(MembershipCore, WhatCannotBeIsRefused) {
   member = kA;
   member.addresses.clear();
   refused(member, "addresses");
-  member.addresses = std::vector<std::string>(17, "x:1");
+  member.addresses = std::vector<std::string>(MembershipCore::kMaxAddresses + 1, "x:1");
   refused(member, "addresses");
   member.addresses = {std::string(513, 'x')};
   refused(member, "addresses");
@@ -181,6 +181,14 @@ TEST(MembershipCore, WhatCannotBeIsRefused) {
   Member moved = kA;
   moved.rank = base::Rank(0);
   refused(moved, "cannot join as rank 0");
+  script.Finish();
+}
+
+TEST(MembershipCore, AMemberMayHaveAsManyAddressesAsAnEndpointLists) {
+  Script script(2);
+  Member member = kA;
+  member.addresses = std::vector<std::string>(MembershipCore::kMaxAddresses, std::string(512, 'x'));
+  EXPECT_TRUE(script.Status(script.Join(member)).ok());
   script.Finish();
 }
 
