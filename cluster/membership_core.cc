@@ -23,6 +23,13 @@ bool IsWord(absl::string_view text, size_t max_bytes) {
   });
 }
 
+/// About what `event` takes in a message.
+size_t BytesOf(const MemberEvent& event) {
+  size_t bytes = 64 + event.member.id.name.size() + event.member.role.size() + event.reason.message().size();
+  for (const std::string& address : event.member.addresses) bytes += 4 + address.size();
+  return bytes;
+}
+
 template <class Answers>
 void Append(Answers answers, MembershipCore::Actions& actions) {
   for (auto& answer : answers) actions.push_back(std::move(answer));
@@ -273,9 +280,14 @@ void MembershipCore::AnswerPoll(State& state, absl::Status status, Actions& acti
   answer.token = *state.poll;
   answer.status = std::move(status);
   if (answer.status.ok()) {
+    size_t bytes = 0;
     for (const MemberEvent& event : events_) {
-      if (answer.events.size() == options_.max_events_an_answer) break;
-      if (event.number > state.seen) answer.events.push_back(event);
+      if (event.number <= state.seen) continue;
+      bytes += BytesOf(event);
+      const bool full = answer.events.size() == options_.max_events_an_answer ||
+                        (bytes > options_.max_bytes_an_answer && !answer.events.empty());
+      if (full) break;
+      answer.events.push_back(event);
     }
   }
   state.poll.reset();

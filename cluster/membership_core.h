@@ -34,8 +34,10 @@ class MembershipCore : private GatherCore::Roster {
     absl::Duration lease = absl::Seconds(10);
     absl::Duration poll_hold = absl::Seconds(20);  ///< A poll without news is answered then.
     size_t max_events = 1 << 16;                   ///< A member that is further behind is declared dead.
-    size_t max_events_an_answer = 1024;  ///< So that it fits into a header; the next poll has the rest.
-    size_t max_gone = 4096;              ///< Of the dead and the left, so many are remembered.
+    size_t max_events_an_answer = 1024;
+    size_t max_bytes_an_answer =
+        1 << 20;             ///< Of its events. It fits into a message; the next poll has the rest.
+    size_t max_gone = 4096;  ///< Of the dead and the left, so many are remembered.
   };
 
   struct JoinAnswer {

@@ -347,6 +347,34 @@ TEST(MembershipCore, WhoIsFarBehindCatchesUpAnAnswerAtATime) {
   script.Finish();
 }
 
+TEST(MembershipCore, WhoIsFarBehindGetsNoMoreBytesThanFitIntoAMessage) {
+  MembershipCore::Options options;
+  options.max_bytes_an_answer = 20000;
+  Script script(4, options);
+  for (uint64_t i = 0; i < 4; ++i) {  // Joins of about 1 KB, ends of about 9 KB.
+    Member member = MakeMember("b", 100 + i, 2);
+    member.addresses = {std::string(500, 'x'), std::string(500, 'y')};
+    script.Join(member);
+    script.Leave(member.id, std::string(8000, 'w'));
+  }
+  size_t total = 0, answers = 0;
+  while (total < 8 && ++answers < 9) {
+    size_t bytes = 0;
+    for (const MemberEvent& event : script.Events(script.Poll(kCoordinator.id))) {
+      bytes += event.reason.message().size() + 1000;
+      ++total;
+    }
+    EXPECT_LE(bytes, 20000u);
+  }
+  EXPECT_EQ(total, 8u);
+  // One that is larger goes alone.
+  script.Join(kA);
+  script.Leave(kA.id, std::string(30000, 'w'));
+  EXPECT_EQ(script.Events(script.Poll(kCoordinator.id)).size(), 1u);
+  EXPECT_EQ(script.Events(script.Poll(kCoordinator.id)).size(), 1u);
+  script.Finish();
+}
+
 TEST(MembershipCore, PollsThatMakeNoSenseAreRefused) {
   Script script(3);
   ExpectStatus(script.Status(script.Poll(kA.id)), absl::StatusCode::kNotFound, "not a member");
