@@ -140,6 +140,7 @@ class MembershipCore : private GatherCore::Roster {
   const State* Conflict(const Member& member) const;
   void Ask(const base::MemberId& suspect, Actions& actions);
   void RefuseJoin(const PendingJoin& join, const Member& holder, absl::string_view how, Actions& actions);
+  void JoinInPlaceOf(const Member& gone, absl::Time now, Actions& actions);
   void EndJoins(absl::Time now, Actions& actions);
   void JudgeSilent(absl::Time now, Actions& actions);
   void Admit(Member member, Token token, absl::Time now, Actions& actions);
