@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 
 namespace Atoll::cluster {
@@ -13,6 +14,14 @@ size_t BytesOf(const MemberEvent& event) {
   size_t bytes = 64 + event.member.id.name.size() + event.member.role.size() + event.reason.message().size();
   for (const std::string& address : event.member.addresses) bytes += 4 + address.size();
   return bytes;
+}
+
+/// A member's own words, as they go into everybody's logs.
+std::string OneLine(std::string text) {
+  for (char& c : text) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = ' ';
+  }
+  return text;
 }
 
 template <class Answers>
@@ -131,9 +140,9 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   members_.erase(state.member.rank);
   std::string why = "has left";
   if (kind == MemberEvent::Kind::kDead) {
-    why = absl::StrCat("was declared dead: ", what);
+    why = absl::StrCat("was declared dead: ", OneLine(what));
   } else if (!what.empty()) {
-    why = absl::StrCat("failed: ", what);
+    why = absl::StrCat("failed: ", OneLine(what));
   }
   gone_.emplace_back(state.member, why);
   if (gone_.size() > options_.max_gone) gone_.pop_front();

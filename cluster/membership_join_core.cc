@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/cluster/membership_core.h"
 
@@ -11,6 +12,7 @@ namespace {
 constexpr size_t kMaxNameBytes = 64;
 constexpr size_t kMaxRoleBytes = 32;
 constexpr size_t kMaxAddressBytes = 512;
+constexpr absl::string_view kOf = " letters, digits and '_', '.', '-'";
 constexpr absl::string_view kAlive = "which is alive";
 constexpr absl::string_view kSilent = "which does not answer but whose lease still runs";
 
@@ -25,9 +27,9 @@ bool IsWord(absl::string_view text, size_t max_bytes) {
 
 absl::Status MembershipCore::CheckJoin(const Member& member) const {
   if (!IsWord(member.id.name, kMaxNameBytes)) {
-    return absl::InvalidArgumentError(absl::StrCat("a member's name should be of 1 to ", kMaxNameBytes,
-                                                   " letters, digits and '_', '.', '-': '",
-                                                   member.id.name.substr(0, kMaxNameBytes), "' is not"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("a member's name should be of 1 to ", kMaxNameBytes, kOf, ": '",
+                     absl::CHexEscape(member.id.name.substr(0, kMaxNameBytes)), "' is not"));
   }
   if (member.id.incarnation == base::Incarnation(0)) {
     return absl::InvalidArgumentError(absl::StrCat(member.id.name, " has no incarnation"));
@@ -39,7 +41,7 @@ absl::Status MembershipCore::CheckJoin(const Member& member) const {
   }
   if (!IsWord(member.role, kMaxRoleBytes)) {
     return absl::InvalidArgumentError(
-        absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, " letters"));
+        absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, kOf));
   }
   bool fit = !member.addresses.empty() && member.addresses.size() <= kMaxAddresses;
   for (const std::string& address : member.addresses) {

@@ -167,9 +167,12 @@ TEST(MembershipCore, WhatCannotBeIsRefused) {
   refused(MakeMember("a b", 1, 1), "a member's name");
   refused(MakeMember(std::string(65, 'n'), 1, 1), "a member's name");
   refused(MakeMember("a", 0, 1), "no incarnation");
+  refused(MakeMember("a\n\x1b[31m", 1, 1), "letters, digits and '_', '.', '-': 'a\\n\\x1b[31m' is not");
   Member member = kA;
   member.role = "";
   refused(member, "no role");
+  member.role = "x\n";
+  refused(member, "no role of 1 to 32 letters, digits and '_', '.', '-'");
   member = kA;
   member.addresses.clear();
   refused(member, "addresses");
@@ -299,6 +302,14 @@ TEST(MembershipCore, WhoLeavesBecauseItFailedSaysWhy) {
   EXPECT_EQ(script.Events(watch)[0].kind, Kind::kLeft);
   ExpectStatus(script.Events(watch)[0].reason, absl::StatusCode::kUnavailable, "failed: no data");
   ExpectStatus(script.Status(own), absl::StatusCode::kFailedPrecondition, "failed: no data");
+  script.Finish();
+}
+
+TEST(MembershipCore, WhatAMemberSaysIsOneLine) {
+  Script script(3);
+  script.Join(kA);
+  script.Leave(kA.id, "no\ndata\x1b[2J");
+  ExpectStatus(script.Heartbeat(kA.id), absl::StatusCode::kFailedPrecondition, "failed: no data [2J");
   script.Finish();
 }
 
