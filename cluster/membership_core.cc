@@ -177,6 +177,21 @@ absl::Status MembershipCore::Heartbeat(const base::MemberId& id, absl::Time now)
   return absl::OkStatus();
 }
 
+void MembershipCore::Heard(const base::MemberId& id, absl::Time when) {
+  State* state = Find(id);
+  if (state == nullptr || when <= state->heard) return;
+  state->heard = when;
+  state->lease_end = std::max(state->lease_end, when + options_.lease);  // InfiniteFuture stays.
+}
+
+std::vector<base::MemberId> MembershipCore::Late(absl::Time now) const {
+  std::vector<base::MemberId> late;
+  for (const auto& [rank, state] : members_) {
+    if (state.lease_end <= now) late.push_back(state.member.id);
+  }
+  return late;
+}
+
 MembershipCore::Actions MembershipCore::Poll(const base::MemberId& id, uint64_t after, Token token,
                                              absl::Time now) {
   absl::Status status = Heartbeat(id, now);
@@ -247,11 +262,7 @@ MembershipCore::Actions MembershipCore::Tick(absl::Time now) {
   Observe(now);
   Actions actions;
   EndJoins(now, actions);
-  std::vector<base::MemberId> late;
-  for (auto& [rank, state] : members_) {
-    if (state.lease_end <= now) late.push_back(state.member.id);
-  }
-  for (const base::MemberId& id : late) {
+  for (const base::MemberId& id : Late(now)) {
     Remove(id, MemberEvent::Kind::kDead,
            absl::StrCat("nothing was heard of it for ", absl::FormatDuration(options_.lease)), now, actions);
   }

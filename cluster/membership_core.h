@@ -73,6 +73,10 @@ class MembershipCore : private GatherCore::Roster {
   Actions WithdrawJoin(Token token);
   /// Renews the lease. FailedPrecondition: it is no longer a member, and why; NotFound: it never was.
   absl::Status Heartbeat(const base::MemberId& id, absl::Time now);
+  /// Something else of it came in, at `when`, which may be past: that counts as life too.
+  void Heard(const base::MemberId& id, absl::Time when);
+  /// Those whose lease Tick(now) would end: what else was heard of them is to be told first.
+  std::vector<base::MemberId> Late(absl::Time now) const;
   /// Answered as soon as there is an event after `after`. A newer poll of the same member ends an older one.
   Actions Poll(const base::MemberId& id, uint64_t after, Token token, absl::Time now);
   /// Leaves, in order or (`why` is not empty) because it failed. Who is no member needs not.

@@ -240,6 +240,25 @@ TEST(MembershipCore, PollsAndGathersRenewALeaseToo) {
   script.Finish();
 }
 
+TEST(MembershipCore, WhatElseWasHeardOfAMemberKeepsItsLease) {
+  Script script(3);
+  script.Join(kA);
+  script.Join(kB);
+  script.Advance(absl::Seconds(9));
+  EXPECT_THAT(script.core().Late(script.clock().Now()), ElementsAre());
+  EXPECT_THAT(script.core().Late(script.clock().Now() + absl::Seconds(1)), ElementsAre(kA.id, kB.id));
+  script.Heard(kA.id, absl::Seconds(2));
+  script.Heard(kA.id, absl::Seconds(5));  // Older: tells nothing.
+  script.Heard(kA2.id, absl::ZeroDuration());
+  script.Heard(kCoordinator.id, absl::ZeroDuration());
+  EXPECT_THAT(script.core().Late(script.clock().Now() + absl::Seconds(1)), ElementsAre(kB.id));
+  script.Advance(absl::Milliseconds(7900));
+  EXPECT_THAT(script.Live(), ElementsAre("c", "a"));
+  script.Advance(absl::Milliseconds(100));
+  EXPECT_THAT(script.Live(), ElementsAre("c"));
+  script.Finish();
+}
+
 TEST(MembershipCore, AStoppedCoordinatorDoesNotBuryItsMembers) {
   Script script(3);
   script.Join(kA);

@@ -58,6 +58,10 @@ class Script {
     Check();
     return status;
   }
+  void Heard(const base::MemberId& id, absl::Duration ago) {
+    core_.Heard(id, clock_.Now() - ago);
+    Check();
+  }
   void Leave(const base::MemberId& id, const std::string& why = "") {
     Run(core_.Leave(id, clock_.Now(), why));
   }
