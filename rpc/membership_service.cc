@@ -225,15 +225,21 @@ void MembershipService::Arm() {
 }
 
 void MembershipService::OnTimer() {
-  Core::Actions actions;
+  std::vector<base::MemberId> late;
   {
     absl::MutexLock lock(&mu_);
     if (!closed_.ok()) return;
     armed_ = absl::InfiniteFuture();
     timer_ = 0;
-    actions = Decide([](Core& core, Core::Token, absl::Time now) { return core.Tick(now); }, 0);
+    late = core_.Late(agent_->clock()->Now() + options_.lease / 4);
   }
-  Run(std::move(actions));
+  // Whatever they sent counts as life, not only what they sent to us.
+  std::vector<absl::Time> heard;
+  for (const base::MemberId& id : late) heard.push_back(agent_->LastHeard(id));
+  Tell([&](Core& core, Core::Token, absl::Time now) {
+    for (size_t i = 0; i < late.size(); ++i) core.Heard(late[i], heard[i]);
+    return core.Tick(now);
+  });
 }
 
 void MembershipService::Close(absl::Status reason) {
