@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -20,7 +21,8 @@ namespace {
 constexpr int kMaxWorld = 1 << 20;
 
 absl::Status Bad(absl::string_view variable, absl::string_view value, absl::string_view should) {
-  return absl::InvalidArgumentError(absl::StrCat(variable, "='", value, "': it should be ", should));
+  return absl::InvalidArgumentError(
+      absl::StrCat(variable, "='", absl::CHexEscape(value), "': it should be ", should));
 }
 absl::Status Missing(absl::string_view variable, absl::string_view should) {
   return absl::InvalidArgumentError(absl::StrCat(variable, " is not set: it should be ", should));
@@ -227,8 +229,8 @@ absl::Status CheckWord(absl::string_view what, absl::string_view word, size_t ma
   }
   for (char c : word) {
     if (absl::ascii_isalnum(c) || absl::StrContains("_.-", absl::string_view(&c, 1))) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat(what, " '", word, "' should be of letters, digits and '_', '.', '-' only"));
+    return absl::InvalidArgumentError(absl::StrCat(what, " '", absl::CHexEscape(word),
+                                                   "' should be of letters, digits and '_', '.', '-' only"));
   }
   return absl::OkStatus();
 }

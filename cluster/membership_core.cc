@@ -4,22 +4,24 @@
 #include <set>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
 namespace Atoll::cluster {
 namespace {
 
-constexpr size_t kMaxNameBytes = 64;
-constexpr size_t kMaxRoleBytes = 32;
-constexpr size_t kMaxAddresses = 16;
-constexpr size_t kMaxAddressBytes = 512;
+/// About what `event` takes in a message.
+size_t BytesOf(const MemberEvent& event) {
+  size_t bytes = 64 + event.member.id.name.size() + event.member.role.size() + event.reason.message().size();
+  for (const std::string& address : event.member.addresses) bytes += 4 + address.size();
+  return bytes;
+}
 
-bool IsWord(absl::string_view text, size_t max_bytes) {
-  if (text.empty() || text.size() > max_bytes) return false;
-  return std::all_of(text.begin(), text.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == '-';
-  });
+/// A member's own words, as they go into everybody's logs.
+std::string OneLine(std::string text) {
+  for (char& c : text) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = ' ';
+  }
+  return text;
 }
 
 template <class Answers>
@@ -84,6 +86,11 @@ MembershipCore::State* MembershipCore::Find(const base::MemberId& id) {
   return nullptr;
 }
 
+void MembershipCore::Renew(State& state, absl::Time now) {
+  state.heard = now;
+  if (!IsCoordinator(state.member.id)) state.lease_end = now + options_.lease;
+}
+
 absl::Status MembershipCore::NotAMember(const base::MemberId& id) const {
   for (const auto& [member, why] : gone_) {
     if (member.id == id) {
@@ -92,96 +99,6 @@ absl::Status MembershipCore::NotAMember(const base::MemberId& id) const {
     }
   }
   return absl::NotFoundError(absl::StrCat(id.ToString(), " is not a member of the job"));
-}
-
-absl::Status MembershipCore::CheckJoin(const Member& member) const {
-  if (!IsWord(member.id.name, kMaxNameBytes)) {
-    return absl::InvalidArgumentError(absl::StrCat("a member's name should be of 1 to ", kMaxNameBytes,
-                                                   " letters, digits and '_', '.', '-': '",
-                                                   member.id.name.substr(0, kMaxNameBytes), "' is not"));
-  }
-  if (member.id.incarnation == base::Incarnation(0)) {
-    return absl::InvalidArgumentError(absl::StrCat(member.id.name, " has no incarnation"));
-  }
-  if (member.rank.value() < 0 || member.rank.value() >= options_.world_size) {
-    return absl::InvalidArgumentError(absl::StrCat(Describe(member), ": its rank should be from 0 to ",
-                                                   options_.world_size - 1, ", the job has a world of ",
-                                                   options_.world_size));
-  }
-  if (!IsWord(member.role, kMaxRoleBytes)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, " letters"));
-  }
-  bool fit = !member.addresses.empty() && member.addresses.size() <= kMaxAddresses;
-  for (const std::string& address : member.addresses) {
-    fit = fit && !address.empty() && address.size() <= kMaxAddressBytes;
-  }
-  if (!fit) {
-    return absl::InvalidArgumentError(absl::StrCat(Describe(member), " should come with 1 to ", kMaxAddresses,
-                                                   " addresses of at most ", kMaxAddressBytes, " bytes"));
-  }
-  for (const auto& [gone, why] : gone_) {
-    if (gone.id == member.id) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          Describe(gone), " ", why, ": it can come again as a new incarnation only (start it anew)"));
-    }
-  }
-  return absl::OkStatus();
-}
-
-const MembershipCore::State* MembershipCore::Conflict(const Member& member) const {
-  for (const auto& [rank, state] : members_) {
-    if (state.member.id.name == member.id.name || rank == member.rank) return &state;
-  }
-  return nullptr;
-}
-
-MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::Time now) {
-  Observe(now);
-  Actions actions;
-  absl::Status status = CheckJoin(member);
-  if (!status.ok()) {
-    actions.push_back(JoinAnswer{token, std::move(status), {}, 0});
-    return actions;
-  }
-  if (State* again = Find(member.id)) {
-    if (again->member.rank != member.rank) {
-      actions.push_back(
-          JoinAnswer{token,
-                     absl::InvalidArgumentError(
-                         absl::StrCat(Describe(again->member), " cannot join as rank ", member.rank.value())),
-                     {},
-                     0});
-      return actions;
-    }
-    if (!IsCoordinator(member.id)) again->lease_end = now + options_.lease;
-    actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
-    return actions;
-  }
-  const State* conflict = Conflict(member);
-  if (conflict == nullptr) {
-    Admit(std::move(member), token, now, actions);
-    return actions;
-  }
-  // A process that was killed and started again may be here before its old self is known to be dead.
-  base::MemberId holder = conflict->member.id;
-  auto [probe, fresh] = probes_.try_emplace(holder);
-  probe->second.push_back({std::move(member), token});
-  if (IsCoordinator(holder)) return Probed(holder, ProbeResult::kAlive, "", now);
-  if (fresh) actions.push_back(Probe{holder});
-  return actions;
-}
-
-void MembershipCore::Admit(Member member, Token token, absl::Time now, Actions& actions) {
-  base::Rank rank = member.rank;
-  Announce(MemberEvent::Kind::kJoined, member, absl::OkStatus(), actions);
-  State state;
-  state.member = std::move(member);
-  state.lease_end = now + options_.lease;
-  state.seen = last_event_;
-  members_.emplace(rank, std::move(state));
-  actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
-  TrimEvents(now, actions);
 }
 
 void MembershipCore::Announce(MemberEvent::Kind kind, const Member& member, absl::Status reason,
@@ -201,9 +118,14 @@ void MembershipCore::AnswerPoll(State& state, absl::Status status, Actions& acti
   answer.token = *state.poll;
   answer.status = std::move(status);
   if (answer.status.ok()) {
+    size_t bytes = 0;
     for (const MemberEvent& event : events_) {
-      if (answer.events.size() == options_.max_events_an_answer) break;
-      if (event.number > state.seen) answer.events.push_back(event);
+      if (event.number <= state.seen) continue;
+      bytes += BytesOf(event);
+      const bool full = answer.events.size() == options_.max_events_an_answer ||
+                        (bytes > options_.max_bytes_an_answer && !answer.events.empty());
+      if (full) break;
+      answer.events.push_back(event);
     }
   }
   state.poll.reset();
@@ -218,9 +140,9 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   members_.erase(state.member.rank);
   std::string why = "has left";
   if (kind == MemberEvent::Kind::kDead) {
-    why = absl::StrCat("was declared dead: ", what);
+    why = absl::StrCat("was declared dead: ", OneLine(what));
   } else if (!what.empty()) {
-    why = absl::StrCat("failed: ", what);
+    why = absl::StrCat("failed: ", OneLine(what));
   }
   gone_.emplace_back(state.member, why);
   if (gone_.size() > options_.max_gone) gone_.pop_front();
@@ -229,12 +151,7 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   Announce(kind, state.member, in_order ? absl::OkStatus() : absl::UnavailableError(text), actions);
   AnswerPoll(state, NotAMember(id), actions);
   Append(gathers_.MemberGone(state.member, text), actions);
-  auto probe = probes_.find(id);
-  if (probe != probes_.end()) {
-    std::vector<PendingJoin> waiting = std::move(probe->second);
-    probes_.erase(probe);
-    for (PendingJoin& join : waiting) Append(Join(std::move(join.member), join.token, now), actions);
-  }
+  JoinInPlaceOf(state.member, now, actions);
   TrimEvents(now, actions);
 }
 
@@ -256,8 +173,23 @@ absl::Status MembershipCore::Heartbeat(const base::MemberId& id, absl::Time now)
   Observe(now);
   State* state = Find(id);
   if (state == nullptr) return NotAMember(id);
-  if (!IsCoordinator(id)) state->lease_end = now + options_.lease;
+  Renew(*state, now);
   return absl::OkStatus();
+}
+
+void MembershipCore::Heard(const base::MemberId& id, absl::Time when) {
+  State* state = Find(id);
+  if (state == nullptr || when <= state->heard) return;
+  state->heard = when;
+  state->lease_end = std::max(state->lease_end, when + options_.lease);  // InfiniteFuture stays.
+}
+
+std::vector<base::MemberId> MembershipCore::Late(absl::Time now) const {
+  std::vector<base::MemberId> late;
+  for (const auto& [rank, state] : members_) {
+    if (state.lease_end <= now) late.push_back(state.member.id);
+  }
+  return late;
 }
 
 MembershipCore::Actions MembershipCore::Poll(const base::MemberId& id, uint64_t after, Token token,
@@ -299,40 +231,12 @@ MembershipCore::Actions MembershipCore::ReportDead(const base::MemberId& reporte
   if (from == nullptr || Find(suspect) == nullptr || IsCoordinator(suspect) || reporter == suspect) {
     return actions;
   }
-  if (!IsCoordinator(reporter)) from->lease_end = now + options_.lease;
+  Renew(*from, now);
   if (IsCoordinator(reporter) || evidence == Evidence::kSeen) {
     Remove(suspect, MemberEvent::Kind::kDead, absl::StrCat("seen by ", reporter.name, ": ", what), now,
            actions);
-  } else if (probes_.try_emplace(suspect).second) {
-    actions.push_back(Probe{suspect});
-  }
-  return actions;
-}
-
-MembershipCore::Actions MembershipCore::Probed(const base::MemberId& suspect, ProbeResult result,
-                                               const std::string& what, absl::Time now) {
-  Observe(now);
-  Actions actions;
-  State* state = Find(suspect);
-  auto probe = probes_.find(suspect);
-  if (state == nullptr || probe == probes_.end()) return actions;  // Gone meanwhile: Remove saw to it.
-  if (result == ProbeResult::kDead) {
-    Remove(suspect, MemberEvent::Kind::kDead, absl::StrCat("seen by ", coordinator_.name, ": ", what), now,
-           actions);
-    return actions;
-  }
-  bool alive = result == ProbeResult::kAlive;
-  if (alive && !IsCoordinator(suspect)) state->lease_end = now + options_.lease;
-  std::vector<PendingJoin> waiting = std::move(probe->second);
-  probes_.erase(probe);
-  for (PendingJoin& join : waiting) {
-    bool name = join.member.id.name == suspect.name;
-    std::string text =
-        absl::StrCat(Describe(join.member), " cannot join: ", name ? "its name" : "its rank", " belongs to ",
-                     Describe(state->member),
-                     alive ? ", which is alive" : ", which does not answer but whose lease still runs");
-    if (!state->member.addresses.empty()) absl::StrAppend(&text, " at ", state->member.addresses.back());
-    actions.push_back(JoinAnswer{join.token, absl::AlreadyExistsError(text), {}, 0});
+  } else {
+    Ask(suspect, actions);
   }
   return actions;
 }
@@ -357,14 +261,12 @@ MembershipCore::Actions MembershipCore::Gather(const base::MemberId& id, std::st
 MembershipCore::Actions MembershipCore::Tick(absl::Time now) {
   Observe(now);
   Actions actions;
-  std::vector<base::MemberId> late;
-  for (auto& [rank, state] : members_) {
-    if (state.lease_end <= now) late.push_back(state.member.id);
-  }
-  for (const base::MemberId& id : late) {
+  EndJoins(now, actions);
+  for (const base::MemberId& id : Late(now)) {
     Remove(id, MemberEvent::Kind::kDead,
            absl::StrCat("nothing was heard of it for ", absl::FormatDuration(options_.lease)), now, actions);
   }
+  JudgeSilent(now, actions);
   for (auto& [rank, state] : members_) {
     if (state.poll.has_value() && state.poll_end <= now) AnswerPoll(state, absl::OkStatus(), actions);
   }
@@ -377,6 +279,9 @@ absl::Time MembershipCore::NextTick() const {
   for (const auto& [rank, state] : members_) {
     next = std::min(next, state.lease_end);
     if (state.poll.has_value()) next = std::min(next, state.poll_end);
+  }
+  for (const auto& [suspect, inquiry] : inquiries_) {
+    for (const PendingJoin& join : inquiry.joins) next = std::min(next, join.deadline);
   }
   return next;
 }
@@ -409,9 +314,10 @@ std::string MembershipCore::BrokenInvariant() const {
   for (const MemberEvent& event : events_) {
     if (event.number != ++number) return "a gap in the events";
   }
-  for (const auto& [suspect, joins] : probes_) {
+  for (const auto& [suspect, inquiry] : inquiries_) {
     if (Live(suspect.name) == nullptr || Live(suspect.name)->id != suspect) return "a probe of nobody";
-    for (const PendingJoin& join : joins) {
+    if (!inquiry.asked && inquiry.joins.empty()) return "an inquiry that nobody made";
+    for (const PendingJoin& join : inquiry.joins) {
       if (join.member.id.name != suspect.name && Live(join.member.rank)->id != suspect) {
         return "a join waits for somebody who is not in its way";
       }

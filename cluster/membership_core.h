@@ -2,8 +2,8 @@
 // out; rpc/membership.cc carries them out. Every order of events can so be tried in milliseconds.
 //
 //   join ──> [conflict with a live member: probe it first] ──> member ──leave──────────> left
-//                                                              │  renews its lease by whatever it sends
-//                                                              └──lease ends, or seen to die──> dead
+//                │ alive: refused                              │  renews its lease by whatever it sends
+//                └ no answer: waits for its lease's end        └──lease ends, or seen to die──> dead
 //
 // Each change is an event with a number; members fetch them in order by Poll(after), so none is lost, none
 // comes twice, and a slow member is caught up.
@@ -28,13 +28,16 @@ namespace Atoll::cluster {
 class MembershipCore : private GatherCore::Roster {
  public:
   using Token = GatherCore::Token;  ///< Names a call that waits for its answer; the caller's to choose.
+  static constexpr size_t kMaxAddresses = 16;  ///< Of a member; transport's endpoints list no more.
   struct Options {
     int world_size = 1;
     absl::Duration lease = absl::Seconds(10);
     absl::Duration poll_hold = absl::Seconds(20);  ///< A poll without news is answered then.
     size_t max_events = 1 << 16;                   ///< A member that is further behind is declared dead.
-    size_t max_events_an_answer = 1024;  ///< So that it fits into a header; the next poll has the rest.
-    size_t max_gone = 4096;              ///< Of the dead and the left, so many are remembered.
+    size_t max_events_an_answer = 1024;
+    size_t max_bytes_an_answer =
+        1 << 20;             ///< Of its events. It fits into a message; the next poll has the rest.
+    size_t max_gone = 4096;  ///< Of the dead and the left, so many are remembered.
   };
 
   struct JoinAnswer {
@@ -62,9 +65,18 @@ class MembershipCore : private GatherCore::Roster {
   /// Answered with AlreadyExists (the name or rank belongs to a live member, which was probed; both are
   /// named), InvalidArgument (rank, name, role or addresses that cannot be), FailedPrecondition (this
   /// incarnation was a member before), or the members. A repeated join of a member is answered again.
-  Actions Join(Member member, Token token, absl::Time now);
+  /// While a member in its way does not answer the probe (its process may have died with its host), it waits
+  /// for that member's lease to end, at most until `deadline`: then AlreadyExists too.
+  Actions Join(Member member, Token token, absl::Time deadline, absl::Time now);
+  /// Whoever asked with `token` waits no more: a join that was not decided yet is answered with Cancelled and
+  /// leaves nothing.
+  Actions WithdrawJoin(Token token);
   /// Renews the lease. FailedPrecondition: it is no longer a member, and why; NotFound: it never was.
   absl::Status Heartbeat(const base::MemberId& id, absl::Time now);
+  /// Something else of it came in, at `when`, which may be past: that counts as life too.
+  void Heard(const base::MemberId& id, absl::Time when);
+  /// Those whose lease Tick(now) would end: what else was heard of them is to be told first.
+  std::vector<base::MemberId> Late(absl::Time now) const;
   /// Answered as soon as there is an event after `after`. A newer poll of the same member ends an older one.
   Actions Poll(const base::MemberId& id, uint64_t after, Token token, absl::Time now);
   /// Leaves, in order or (`why` is not empty) because it failed. Who is no member needs not.
@@ -101,6 +113,7 @@ class MembershipCore : private GatherCore::Roster {
   struct State {
     Member member;
     absl::Time lease_end;
+    absl::Time heard = absl::InfinitePast();
     uint64_t seen = 0;  ///< It has every event up to here.
     std::optional<Token> poll;
     absl::Time poll_end;
@@ -108,6 +121,13 @@ class MembershipCore : private GatherCore::Roster {
   struct PendingJoin {
     Member member;
     Token token;
+    absl::Time deadline;
+  };
+  /// Whether a member lives, and who waits for its place.
+  struct Inquiry {
+    bool asked = false;                                ///< A probe is under way.
+    absl::Time silent_since = absl::InfiniteFuture();  ///< The last probe had no answer then.
+    std::vector<PendingJoin> joins;
   };
 
   int world_size() const override { return options_.world_size; }
@@ -118,9 +138,15 @@ class MembershipCore : private GatherCore::Roster {
 
   void Observe(absl::Time now);
   State* Find(const base::MemberId& id);
+  void Renew(State& state, absl::Time now);
   absl::Status NotAMember(const base::MemberId& id) const;
   absl::Status CheckJoin(const Member& member) const;
   const State* Conflict(const Member& member) const;
+  void Ask(const base::MemberId& suspect, Actions& actions);
+  void RefuseJoin(const PendingJoin& join, const Member& holder, absl::string_view how, Actions& actions);
+  void JoinInPlaceOf(const Member& gone, absl::Time now, Actions& actions);
+  void EndJoins(absl::Time now, Actions& actions);
+  void JudgeSilent(absl::Time now, Actions& actions);
   void Admit(Member member, Token token, absl::Time now, Actions& actions);
   void Announce(MemberEvent::Kind kind, const Member& member, absl::Status reason, Actions& actions);
   void Remove(base::MemberId id, MemberEvent::Kind kind, const std::string& what, absl::Time now,
@@ -133,8 +159,8 @@ class MembershipCore : private GatherCore::Roster {
   const base::MemberId coordinator_;
   GatherCore gathers_;
   std::map<base::Rank, State> members_;
-  std::map<base::MemberId, std::vector<PendingJoin>> probes_;  ///< By suspect, with who waits for its place.
-  std::deque<MemberEvent> events_;                             ///< The last ones, up to last_event_.
+  std::map<base::MemberId, Inquiry> inquiries_;  ///< By suspect.
+  std::deque<MemberEvent> events_;               ///< The last ones, up to last_event_.
   uint64_t last_event_ = 0;
   std::deque<std::pair<Member, std::string>> gone_;  ///< With why, the latest last.
   absl::Time observed_;

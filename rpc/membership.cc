@@ -5,7 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
+#include "absl/synchronization/mutex.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/membership_client.h"
@@ -114,6 +115,13 @@ absl::StatusOr<Attempt> TryToJoin(Agent* agent, const std::vector<std::string>& 
   return attempt;
 }
 
+void Pause(absl::Duration time) {
+  bool never = false;
+  absl::Mutex mu;
+  absl::MutexLock lock(&mu);
+  base::AwaitFor(mu, absl::Condition(&never), time);
+}
+
 /// Nobody was there, it died meanwhile, or it is there but does not serve yet.
 bool MayComeLater(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ||
@@ -161,7 +169,7 @@ absl::StatusOr<std::unique_ptr<Membership>> Membership::Join(Agent* agent,
                                                  absl::FormatDuration(options.join_limit), "; at last"));
     }
     base::ThreadPool::BlockingScope blocking;
-    absl::Notification().WaitForNotificationWithTimeout(retry);
+    Pause(retry);
     retry = std::min(2 * retry, kLastRetry);
   }
 }

@@ -44,8 +44,9 @@ class Membership {
   /// On the coordinator: serves membership on `agent`, and is its first member.
   static absl::StatusOr<std::unique_ptr<Membership>> Serve(Agent* agent, MembershipOptions options);
   /// Elsewhere: joins at the coordinator's addresses. Every member that is there becomes known to `agent`
-  /// (Agent::AddPeer), and every later one. Errors: AlreadyExists (a live member has our name: both named; or
-  /// our rank is taken), InvalidArgument (rank not below the world size, another world size), Unavailable or
+  /// (Agent::AddPeer), and every later one. A member that has our name or rank and does not answer (our old
+  /// self, whose host died) is waited for: until its lease ends. Errors: AlreadyExists (a live member has our
+  /// name: both named; or our rank is taken), InvalidArgument (rank not below the world size, another world size), Unavailable or
   /// DeadlineExceeded (no coordinator), and what Endpoint::Connect says of a wrong key, job or version.
   static absl::StatusOr<std::unique_ptr<Membership>> Join(Agent* agent, std::vector<std::string> coordinator,
                                                           MembershipOptions options);

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/user_code.h"
@@ -297,7 +298,7 @@ absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
   auto all = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return !running() || members_.size() == static_cast<size_t>(options_.world_size);
   };
-  bool there = mu_.AwaitWithTimeout(absl::Condition(&all), limit);
+  bool there = base::AwaitFor(mu_, absl::Condition(&all), limit);
   if (!error_.ok()) return error_;
   if (left_) return absl::FailedPreconditionError("this process has left the job");
   if (there) return absl::OkStatus();
@@ -342,7 +343,7 @@ absl::StatusOr<MembershipClient::Values> MembershipClient::AllGather(absl::strin
 absl::Status MembershipClient::AwaitOthersGone(absl::Duration limit) {
   absl::MutexLock lock(&mu_);
   auto alone = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !running() || members_.size() == 1; };
-  if (mu_.AwaitWithTimeout(absl::Condition(&alone), limit)) return absl::OkStatus();
+  if (base::AwaitFor(mu_, absl::Condition(&alone), limit)) return absl::OkStatus();
   std::vector<std::string> there;
   for (const auto& [rank, member] : members_) {
     if (member.id != self_.id) there.push_back(Describe(member));

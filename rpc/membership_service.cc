@@ -1,16 +1,27 @@
 #include "atoll/rpc/membership_service.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/membership_messages.h"
+#include "atoll/transport/endpoint.h"
 
 namespace Atoll::rpc {
 namespace {
 
+static_assert(cluster::MembershipCore::kMaxAddresses == transport::kMaxAddresses);
+
 constexpr absl::Duration kProbeLimit = absl::Seconds(2);
+constexpr absl::Duration kAnswerTime = absl::Seconds(1);
+
+/// When a call of `deadline` is to be answered, so that its caller hears who is in its way.
+absl::Time InTime(absl::Time deadline, absl::Time now) {
+  return deadline - std::min(std::max(deadline - now, absl::ZeroDuration()) / 10, kAnswerTime);
+}
 
 }  // namespace
 
@@ -55,9 +66,12 @@ void MembershipService::OnJoin(ServerCall call) {
   }
   if (!request.ok()) return std::move(call.responder).Reply(request.status());
   cluster::Member member{call.caller, request->rank, request->role, request->addresses};
-  Put(std::move(call.responder), [&](Core& core, Core::Token token, absl::Time now) {
-    return core.Join(std::move(member), token, now);
-  });
+  Put(
+      std::move(call.responder),
+      [&](Core& core, Core::Token token, absl::Time now) {
+        return core.Join(std::move(member), token, InTime(call.deadline, now), now);
+      },
+      std::move(call.cancelled));
 }
 
 void MembershipService::OnHeartbeat(ServerCall call) {
@@ -109,7 +123,17 @@ void MembershipService::ReportDead(const base::MemberId& id, const std::string& 
   });
 }
 
-void MembershipService::Put(Responder responder, const Ask& ask) {
+MembershipService::Core::Actions MembershipService::Decide(const Ask& ask, Core::Token token) {
+  Core::Actions actions;
+  auto append = [&](Core::Actions more) { std::move(more.begin(), more.end(), std::back_inserter(actions)); };
+  for (const auto& [join, cancelled] : joins_) {
+    if (cancelled()) append(core_.WithdrawJoin(join));
+  }
+  append(ask(core_, token, agent_->clock()->Now()));
+  return actions;
+}
+
+void MembershipService::Put(Responder responder, const Ask& ask, std::function<bool()> cancelled) {
   Core::Actions actions;
   absl::Status closed;
   {
@@ -118,7 +142,8 @@ void MembershipService::Put(Responder responder, const Ask& ask) {
     if (closed.ok()) {
       Core::Token token = next_token_++;
       waiting_.emplace(token, std::move(responder));
-      actions = ask(core_, token, agent_->clock()->Now());
+      if (cancelled != nullptr) joins_.emplace(token, std::move(cancelled));
+      actions = Decide(ask, token);
     }
   }
   if (!closed.ok()) return std::move(responder).Reply(closed);
@@ -130,7 +155,7 @@ void MembershipService::Tell(const Ask& ask) {
   {
     absl::MutexLock lock(&mu_);
     if (!closed_.ok()) return;
-    actions = ask(core_, 0, agent_->clock()->Now());
+    actions = Decide(ask, 0);
   }
   Run(std::move(actions));
 }
@@ -183,6 +208,7 @@ void MembershipService::Answer(Core::Token token, absl::StatusOr<Payload> reply)
     if (found == waiting_.end()) return;  // Closed meanwhile.
     responder = std::move(found->second);
     waiting_.erase(found);
+    joins_.erase(token);
   }
   std::move(responder).Reply(std::move(reply));
 }
@@ -199,15 +225,21 @@ void MembershipService::Arm() {
 }
 
 void MembershipService::OnTimer() {
-  Core::Actions actions;
+  std::vector<base::MemberId> late;
   {
     absl::MutexLock lock(&mu_);
     if (!closed_.ok()) return;
     armed_ = absl::InfiniteFuture();
     timer_ = 0;
-    actions = core_.Tick(agent_->clock()->Now());
+    late = core_.Late(agent_->clock()->Now() + options_.lease / 4);
   }
-  Run(std::move(actions));
+  // Whatever they sent counts as life, not only what they sent to us.
+  std::vector<absl::Time> heard;
+  for (const base::MemberId& id : late) heard.push_back(agent_->LastHeard(id));
+  Tell([&](Core& core, Core::Token, absl::Time now) {
+    for (size_t i = 0; i < late.size(); ++i) core.Heard(late[i], heard[i]);
+    return core.Tick(now);
+  });
 }
 
 void MembershipService::Close(absl::Status reason) {
@@ -217,6 +249,7 @@ void MembershipService::Close(absl::Status reason) {
     if (!closed_.ok()) return;
     closed_ = reason;
     waiting.swap(waiting_);
+    joins_.clear();
   }
   for (auto& [token, responder] : waiting) std::move(responder).Reply(reason);
 }

@@ -46,10 +46,13 @@ class MembershipService : public std::enable_shared_from_this<MembershipService>
   void OnGather(ServerCall call);
   void OnLeave(ServerCall call);
 
-  /// Puts `ask` to the core; the answer goes to `responder`.
-  void Put(Responder responder, const Ask& ask);
+  /// Puts `ask` to the core; the answer goes to `responder`. Of a join: `cancelled` tells whether its caller
+  /// waits no more.
+  void Put(Responder responder, const Ask& ask, std::function<bool()> cancelled = nullptr);
   /// The same for what has no answer.
   void Tell(const Ask& ask);
+  /// What the core says to `ask`, once it has forgotten the joins that nobody waits for any more.
+  Core::Actions Decide(const Ask& ask, Core::Token token) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run(Core::Actions actions);
   void Do(Core::JoinAnswer answer);
   void Do(Core::PollAnswer answer);
@@ -68,6 +71,7 @@ class MembershipService : public std::enable_shared_from_this<MembershipService>
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
   Core::Token next_token_ ABSL_GUARDED_BY(mu_) = 1;
   std::map<Core::Token, Responder> waiting_ ABSL_GUARDED_BY(mu_);
+  std::map<Core::Token, std::function<bool()>> joins_ ABSL_GUARDED_BY(mu_);  // Of those that wait.
   absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   base::Timer::Id timer_ ABSL_GUARDED_BY(mu_) = 0;
 };

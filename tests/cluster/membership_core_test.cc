@@ -56,16 +56,73 @@ TEST(MembershipCore, ALiveNameOrRankIsRefusedNamingBoth) {
   script.Finish();
 }
 
-TEST(MembershipCore, AStoppedHolderKeepsItsNameUntilItsLeaseEnds) {
+TEST(MembershipCore, WhoseOldSelfIsSilentJoinsWhenItsLeaseEnds) {
   Script script(3);
   script.Join(kA);
   script.Advance(absl::Seconds(4));
   uint64_t join = script.Join(kA2);
   script.Probed(kA.id, ProbeResult::kNoAnswer);
-  ExpectStatus(script.Status(join), absl::StatusCode::kAlreadyExists,
-               "does not answer but whose lease still runs");
-  script.Advance(absl::Seconds(7));
-  EXPECT_TRUE(script.Status(script.Join(kA2)).ok());
+  EXPECT_FALSE(script.Answered(join)) << "its host may have died";
+  script.Advance(absl::Seconds(5));
+  EXPECT_FALSE(script.Answered(join));
+  EXPECT_EQ(script.probes().count(kA.id), 1u) << "it is asked again";
+  script.Advance(absl::Seconds(2));
+  EXPECT_TRUE(script.Status(join).ok()) << script.Status(join);
+  EXPECT_TRUE(script.Heartbeat(kA2.id).ok());
+  script.Finish();
+}
+
+TEST(MembershipCore, ASilentHolderThatIsHeardAgainKeepsItsName) {
+  Script script(3);
+  script.Join(kA);
+  uint64_t join = script.Join(kA2);
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  script.Advance(absl::Seconds(1));
+  EXPECT_TRUE(script.Heartbeat(kA.id).ok());
+  script.Advance(absl::Milliseconds(2500));
+  ExpectStatus(script.Status(join), absl::StatusCode::kAlreadyExists, "which is alive");
+  // One that answers the next probe.
+  join = script.Join(kA2);
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  script.Advance(absl::Milliseconds(2500));
+  EXPECT_FALSE(script.Answered(join));
+  script.Probed(kA.id, ProbeResult::kAlive);
+  ExpectStatus(script.Status(join), absl::StatusCode::kAlreadyExists, "which is alive");
+  EXPECT_THAT(script.Live(), ElementsAre("c", "a"));
+  script.Finish();
+}
+
+TEST(MembershipCore, AJoinThatNobodyWaitsForLeavesNothing) {
+  Script script(3);
+  script.Join(kA);
+  uint64_t short_one = script.Join(kA2, absl::Seconds(5));
+  uint64_t withdrawn = script.Join(MakeMember("a", 0xa3, 1));
+  uint64_t patient = script.Join(MakeMember("a", 0xa4, 1));
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  script.Advance(absl::Seconds(5));
+  ExpectStatus(script.Status(short_one), absl::StatusCode::kAlreadyExists,
+               "its name belongs to a#00a1 (rank 1), which does not answer but whose lease still runs");
+  script.Withdraw(withdrawn);
+  script.Withdraw(withdrawn);
+  ExpectStatus(script.Status(withdrawn), absl::StatusCode::kCancelled, "");
+  script.Advance(absl::Seconds(5));
+  EXPECT_TRUE(script.Status(patient).ok()) << script.Status(patient);
+  ExpectStatus(script.Heartbeat(kA2.id), absl::StatusCode::kNotFound, "");
+  script.Finish();
+}
+
+TEST(MembershipCore, ASeenDeathLetsInWhoWaitsAndAReportAsksAgain) {
+  Script script(3);
+  script.Join(kA);
+  script.Join(kB);
+  uint64_t join = script.Join(kA2);
+  script.Probed(kA.id, ProbeResult::kNoAnswer);
+  EXPECT_TRUE(script.probes().empty());
+  script.Report(kB.id, kA.id, Evidence::kUnreachable);
+  EXPECT_EQ(script.probes().count(kA.id), 1u);
+  EXPECT_FALSE(script.Answered(join));
+  script.Probed(kA.id, ProbeResult::kDead);
+  EXPECT_TRUE(script.Status(join).ok()) << script.Status(join);
   script.Finish();
 }
 
@@ -110,13 +167,16 @@ TEST(MembershipCore, WhatCannotBeIsRefused) {
   refused(MakeMember("a b", 1, 1), "a member's name");
   refused(MakeMember(std::string(65, 'n'), 1, 1), "a member's name");
   refused(MakeMember("a", 0, 1), "no incarnation");
+  refused(MakeMember("a\n\x1b[31m", 1, 1), "letters, digits and '_', '.', '-': 'a\\n\\x1b[31m' is not");
   Member member = kA;
   member.role = "";
   refused(member, "no role");
+  member.role = "x\n";
+  refused(member, "no role of 1 to 32 letters, digits and '_', '.', '-'");
   member = kA;
   member.addresses.clear();
   refused(member, "addresses");
-  member.addresses = std::vector<std::string>(17, "x:1");
+  member.addresses = std::vector<std::string>(MembershipCore::kMaxAddresses + 1, "x:1");
   refused(member, "addresses");
   member.addresses = {std::string(513, 'x')};
   refused(member, "addresses");
@@ -124,6 +184,14 @@ TEST(MembershipCore, WhatCannotBeIsRefused) {
   Member moved = kA;
   moved.rank = base::Rank(0);
   refused(moved, "cannot join as rank 0");
+  script.Finish();
+}
+
+TEST(MembershipCore, AMemberMayHaveAsManyAddressesAsAnEndpointLists) {
+  Script script(2);
+  Member member = kA;
+  member.addresses = std::vector<std::string>(MembershipCore::kMaxAddresses, std::string(512, 'x'));
+  EXPECT_TRUE(script.Status(script.Join(member)).ok());
   script.Finish();
 }
 
@@ -169,6 +237,25 @@ TEST(MembershipCore, PollsAndGathersRenewALeaseToo) {
     script.Gather(kA.id, "alone", "", {"a"});
   }
   EXPECT_THAT(script.Live(), ElementsAre("c", "a"));
+  script.Finish();
+}
+
+TEST(MembershipCore, WhatElseWasHeardOfAMemberKeepsItsLease) {
+  Script script(3);
+  script.Join(kA);
+  script.Join(kB);
+  script.Advance(absl::Seconds(9));
+  EXPECT_THAT(script.core().Late(script.clock().Now()), ElementsAre());
+  EXPECT_THAT(script.core().Late(script.clock().Now() + absl::Seconds(1)), ElementsAre(kA.id, kB.id));
+  script.Heard(kA.id, absl::Seconds(2));
+  script.Heard(kA.id, absl::Seconds(5));  // Older: tells nothing.
+  script.Heard(kA2.id, absl::ZeroDuration());
+  script.Heard(kCoordinator.id, absl::ZeroDuration());
+  EXPECT_THAT(script.core().Late(script.clock().Now() + absl::Seconds(1)), ElementsAre(kB.id));
+  script.Advance(absl::Milliseconds(7900));
+  EXPECT_THAT(script.Live(), ElementsAre("c", "a"));
+  script.Advance(absl::Milliseconds(100));
+  EXPECT_THAT(script.Live(), ElementsAre("c"));
   script.Finish();
 }
 
@@ -237,6 +324,14 @@ TEST(MembershipCore, WhoLeavesBecauseItFailedSaysWhy) {
   script.Finish();
 }
 
+TEST(MembershipCore, WhatAMemberSaysIsOneLine) {
+  Script script(3);
+  script.Join(kA);
+  script.Leave(kA.id, "no\ndata\x1b[2J");
+  ExpectStatus(script.Heartbeat(kA.id), absl::StatusCode::kFailedPrecondition, "failed: no data [2J");
+  script.Finish();
+}
+
 TEST(MembershipCore, ANewerPollEndsTheOlderAndAllEndInTime) {
   Script script(3);
   uint64_t first = script.Poll(kCoordinator.id);
@@ -279,6 +374,34 @@ TEST(MembershipCore, WhoIsFarBehindCatchesUpAnAnswerAtATime) {
     EXPECT_EQ(script.Events(script.Poll(kCoordinator.id)).size(), expected);
   }
   EXPECT_FALSE(script.Answered(script.Poll(kCoordinator.id)));
+  script.Finish();
+}
+
+TEST(MembershipCore, WhoIsFarBehindGetsNoMoreBytesThanFitIntoAMessage) {
+  MembershipCore::Options options;
+  options.max_bytes_an_answer = 20000;
+  Script script(4, options);
+  for (uint64_t i = 0; i < 4; ++i) {  // Joins of about 1 KB, ends of about 9 KB.
+    Member member = MakeMember("b", 100 + i, 2);
+    member.addresses = {std::string(500, 'x'), std::string(500, 'y')};
+    script.Join(member);
+    script.Leave(member.id, std::string(8000, 'w'));
+  }
+  size_t total = 0, answers = 0;
+  while (total < 8 && ++answers < 9) {
+    size_t bytes = 0;
+    for (const MemberEvent& event : script.Events(script.Poll(kCoordinator.id))) {
+      bytes += event.reason.message().size() + 1000;
+      ++total;
+    }
+    EXPECT_LE(bytes, 20000u);
+  }
+  EXPECT_EQ(total, 8u);
+  // One that is larger goes alone.
+  script.Join(kA);
+  script.Leave(kA.id, std::string(30000, 'w'));
+  EXPECT_EQ(script.Events(script.Poll(kCoordinator.id)).size(), 1u);
+  EXPECT_EQ(script.Events(script.Poll(kCoordinator.id)).size(), 1u);
   script.Finish();
 }
 

@@ -46,6 +46,19 @@ TEST(MembershipOrders, ARestartWhileItsOldSelfIsJudged) {
             });
 }
 
+TEST(MembershipOrders, ARestartWhoseOldSelfIsSilent) {
+  AllOrders({[](Script& s) { s.Join(kA); }},
+            {
+                [](Script& s) { s.Join(kA2); },
+                [](Script& s) { s.Join(MakeMember("a", 0xa3, 2), absl::Seconds(5)); },
+                [](Script& s) { s.Heartbeat(kA.id).IgnoreError(); },
+                [](Script& s) { s.Probed(kA.id, ProbeResult::kNoAnswer); },
+                [](Script& s) { s.Report(kC.id, kA.id, Evidence::kUnreachable); },
+                [](Script& s) { s.Advance(absl::Seconds(6)); },
+                [](Script& s) { s.Join(kB); },
+            });
+}
+
 TEST(MembershipOrders, GathersWhileMembersComeAndGo) {
   AllOrders({[](Script& s) { s.Join(kA); }, [](Script& s) { s.Poll(kC.id); }},
             {
@@ -110,7 +123,7 @@ TEST(MembershipOrders, RandomWalks) {
       return known[known.size() - 1 - below(std::min<int>(known.size(), 8))];
     };
     for (int step = 0; step < 300 && !::testing::Test::HasFailure(); ++step) {
-      switch (below(10)) {
+      switch (below(11)) {
         case 0:
           known.push_back(MakeMember(absl::StrCat("w", below(5)), 1000 + step, below(6)));
           script.Join(known.back());
@@ -142,6 +155,9 @@ TEST(MembershipOrders, RandomWalks) {
           } else {
             script.Advance(absl::Milliseconds(below(4000)));
           }
+          break;
+        case 9:
+          if (below(4) == 0) script.Withdraw(below(static_cast<int>(script.calls()) + 1));
           break;
         default:
           std::vector<std::string> participants;

@@ -33,12 +33,13 @@ class Script {
   }
 
   // Each returns the token of the call.
-  uint64_t Join(const Member& member) {
+  uint64_t Join(const Member& member, absl::Duration limit = absl::Seconds(60)) {
     uint64_t token = NewToken();
     joins_[token] = member.id;
-    Run(core_.Join(member, token, clock_.Now()));
+    Run(core_.Join(member, token, clock_.Now() + limit, clock_.Now()));
     return token;
   }
+  void Withdraw(uint64_t join) { Run(core_.WithdrawJoin(join)); }
   uint64_t Poll(const base::MemberId& id) {
     uint64_t token = NewToken();
     polls_[token] = id;
@@ -56,6 +57,10 @@ class Script {
     absl::Status status = core_.Heartbeat(id, clock_.Now());
     Check();
     return status;
+  }
+  void Heard(const base::MemberId& id, absl::Duration ago) {
+    core_.Heard(id, clock_.Now() - ago);
+    Check();
   }
   void Leave(const base::MemberId& id, const std::string& why = "") {
     Run(core_.Leave(id, clock_.Now(), why));
@@ -107,6 +112,9 @@ class Script {
   /// polled, knows exactly who is there.
   void Finish() {
     while (!probes_.empty()) Probed(*probes_.begin(), MembershipCore::ProbeResult::kAlive);
+    for (uint64_t token = 1; token <= tokens_; ++token) {
+      if (joins_.count(token) && !Answered(token)) Withdraw(token);
+    }
     for (const Member& member : core_.Members()) Poll(member.id);
     for (const Member& member : core_.Members()) {
       std::map<int, std::string> truth;

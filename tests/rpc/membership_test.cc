@@ -19,7 +19,9 @@
 
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/notification.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/future.h"
+#include "atoll/rpc/membership_messages.h"
 
 extern char** environ;
 
@@ -378,6 +380,45 @@ TEST_F(MembershipTest, AKilledMemberIsSeenAtOnceAndItsNameIsFree) {
   EXPECT_TRUE(Of(0).WaitForAll(kHang).ok());
   kill(again, SIGKILL);
   Wait(again);
+}
+
+TEST_F(MembershipTest, WhoseOldSelfDoesNotAnswerJoinsWhenItsLeaseEnds) {
+  MembershipOptions options = Options(0, 2);
+  options.lease = absl::Milliseconds(2500);
+  Serve(options);
+  pid_t child = StartChild("a", 1, 2);
+  ASSERT_EQ(child_says_, "joined\n");
+  kill(child, SIGSTOP);  // To the others as if its host had lost its power.
+  ranks_[1] = std::make_unique<RankOf>("a");
+  EXPECT_EQ(TryJoin(*ranks_[1], Options(1, 2)), absl::OkStatus());
+}
+
+TEST_F(MembershipTest, WhateverAMemberSendsCountsAsLife) {
+  base::FakeClock clock;
+  AgentOptions options;
+  options.self = {"c", base::NewIncarnation()};
+  options.endpoint = MakeEndpoint(options.self);
+  options.clock = &clock;
+  auto coordinator = Agent::Start(options);
+  ASSERT_TRUE(coordinator.ok()) << coordinator.status();
+  auto membership = Membership::Serve(coordinator->get(), Options(0, 2));  // A lease of 10 s.
+  ASSERT_TRUE(membership.ok()) << membership.status();
+
+  RankOf a("a");  // Joins, and then never says to the membership that it lives.
+  ASSERT_TRUE(a.agent->Meet((*coordinator)->addresses(), kHang).Wait(kHang).ok());
+  Payload join;
+  join.body = Encode(JoinRequest{2, base::Rank(1), "worker", a.agent->addresses()});
+  auto joined = a.agent->Call("c", {kJoinMethod}, std::move(join)).Wait(kHang);
+  ASSERT_TRUE(joined.ok()) << joined.status();
+  for (int i = 0; i < 4; ++i) {
+    clock.Advance(absl::Seconds(4));
+    ASSERT_TRUE(a.agent->Call("c", {kPingMethod}, Payload()).Wait(kHang).ok());
+    absl::Notification ticked;  // Behind what was due before.
+    (*coordinator)->timer()->At(clock.Now(), [&] { ticked.Notify(); });
+    ASSERT_TRUE(ticked.WaitForNotificationWithTimeout(kHang));
+  }
+  auto live = a.agent->Call("c", {kHeartbeatMethod}, Payload()).Wait(kHang);
+  EXPECT_TRUE(live.ok()) << live.status();
 }
 
 TEST_F(MembershipTest, AStoppedMemberIsDeadByItsLeaseAndToldWhenItWakes) {
