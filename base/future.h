@@ -2,6 +2,7 @@
 // so); its Futures can be waited for with a limit, or continued with a callback.
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -38,7 +39,8 @@ class Promise {
  public:
   Promise() : state_(std::make_shared<State>()) {}
   Future<T> future() const { return Future<T>(state_); }
-  /// True if this completed it. Callbacks run in the calling thread, without a lock.
+  /// True if this completed it. Callbacks run in the calling thread, without a lock; what the first of those
+  /// that throw throws comes out when all have run.
   bool Set(absl::StatusOr<T> result) const {
     std::vector<Callback> callbacks;
     {
@@ -48,7 +50,7 @@ class Promise {
       callbacks.swap(state_->callbacks);
     }
     if (!callbacks.empty()) TellConsumed(state_->Final());
-    for (Callback& callback : callbacks) std::move(callback)(state_->Final());
+    RunAll(callbacks, *state_);
     return true;
   }
   /// As Set, for threads that must not run other people's code: waiters wake at once, callbacks run on
@@ -64,7 +66,7 @@ class Promise {
     if (callbacks.empty()) return true;
     executor->Schedule([state = state_, callbacks = std::move(callbacks)]() mutable {
       TellConsumed(state->Final());
-      for (Callback& callback : callbacks) std::move(callback)(state->Final());
+      RunAll(callbacks, *state);
     });
     return true;
   }
@@ -79,6 +81,17 @@ class Promise {
     // Requires that the result is there.
     const absl::StatusOr<T>& Final() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return *result; }
   };
+  static void RunAll(std::vector<Callback>& callbacks, const State& state) {
+    std::exception_ptr thrown;
+    for (Callback& callback : callbacks) {
+      try {
+        std::move(callback)(state.Final());
+      } catch (...) {
+        if (thrown == nullptr) thrown = std::current_exception();
+      }
+    }
+    if (thrown != nullptr) std::rethrow_exception(thrown);
+  }
   std::shared_ptr<State> state_;
 };
 

@@ -22,10 +22,15 @@
 namespace Atoll::cluster {
 namespace {
 
+// But not what our parent had us ignore (nohup).
 sigset_t EndingSignals() {
   sigset_t set;
   sigemptyset(&set);
-  for (int signal : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&set, signal);
+  for (int signal : {SIGTERM, SIGINT, SIGHUP}) {
+    struct sigaction now;
+    if (sigaction(signal, nullptr, &now) == 0 && now.sa_handler == SIG_IGN) continue;
+    sigaddset(&set, signal);
+  }
   return set;
 }
 

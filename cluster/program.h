@@ -74,8 +74,8 @@ absl::StatusOr<NodeFlags> NodeFlagsFromFlags();
 /// too, and returns `code`.
 int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code);
 
-/// A thread that waits for SIGTERM, SIGINT and SIGHUP, which SetUpProcess has blocked. The first asks for an
-/// end in order; a second, or `grace` without an end, ends the process at once with 128 + its number. One a
+/// A thread that waits for SIGTERM, SIGINT and SIGHUP, which SetUpProcess has blocked; not for those that
+/// the process was started to ignore (nohup). The first asks for an end in order; a second, or `grace` without an end, ends the process at once with 128 + its number. One a
 /// process.
 class SignalWatch {
  public:

@@ -1,8 +1,9 @@
-#include <exception>
 #include <utility>
 
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/exception_text.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/rref/space.h"
 #include "atoll/rref/wire.h"
 
@@ -37,8 +38,8 @@ absl::StatusOr<std::shared_ptr<Object>> RunFactory(const Factory& factory, const
     auto object = factory(creator, std::move(arguments));
     if (object.ok() && *object == nullptr) return absl::InternalError("the factory made nothing");
     return object;
-  } catch (const std::exception& error) {  // LibTorch's, thrown through the factory.
-    return absl::InternalError(absl::StrCat("the factory threw: ", error.what()));
+  } catch (...) {  // LibTorch's, most likely, thrown through the factory.
+    return absl::InternalError(absl::StrCat("the factory threw ", rpc::ExceptionText()));
   }
 }
 
@@ -97,10 +98,7 @@ void Space::Close() {
 
 absl::Status Space::RegisterClass(std::string class_name, Factory factory) {
   ATOLL_RETURN_IF_ERROR(fork_mark_.Check("ObjectSpace::RegisterClass"));
-  if (class_name.empty() || class_name.size() > kMaxClassNameBytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a class name has 1 to ", kMaxClassNameBytes, " bytes, not ", class_name.size()));
-  }
+  ATOLL_RETURN_IF_ERROR(CheckClassName(class_name));
   absl::MutexLock lock(&mu_);
   if (closed_) return ClosedError();
   if (!classes_.emplace(class_name, std::make_shared<const Factory>(std::move(factory))).second) {
@@ -358,7 +356,9 @@ void Space::OnPeerGone(const base::MemberId& member, absl::Status reason) {
   }
   if (live.empty()) return;
   events_->Schedule([live = std::move(live), member, reason = std::move(reason)] {
-    for (const std::shared_ptr<Object>& object : live) object->OnPeerGone(member, reason);
+    for (const std::shared_ptr<Object>& object : live) {
+      rpc::RunCallback("an object, told who is gone,", [&] { object->OnPeerGone(member, reason); });
+    }
   });
 }
 

@@ -5,6 +5,7 @@
 #include "atoll/base/executor.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/rref/space.h"
 #include "atoll/rref/wire.h"
 
@@ -33,9 +34,11 @@ void Refuse(base::Executor* executor, rpc::Payload request, rpc::OnReply on_repl
   base::Task end = [request = std::move(request), on_reply = std::move(on_reply),
                     why = std::move(why)]() mutable {
     for (rpc::OutTensor& tensor : request.tensors) {
-      if (tensor.lent && tensor.on_return) std::move(tensor.on_return)();
+      if (tensor.lent && tensor.on_return) {
+        rpc::RunCallback("the end of a loan", std::move(tensor.on_return));
+      }
     }
-    std::move(on_reply)(std::move(why));
+    rpc::RunCallback(rpc::kOnReply, std::move(on_reply), std::move(why));
   };
   executor == nullptr ? std::move(end)() : executor->Schedule(std::move(end));
 }
@@ -148,6 +151,9 @@ class ObjectSpaceImpl : public ObjectSpace {
 
   base::Future<std::shared_ptr<RRef>> Create(absl::string_view owner, absl::string_view class_name,
                                              rpc::Payload arguments, std::string pinned_name) override {
+    absl::Status named = CheckClassName(class_name);
+    if (named.ok() && !pinned_name.empty()) named = CheckPinnedName(pinned_name);
+    if (!named.ok()) return RefusedReference(std::move(arguments), std::move(named));
     CreateRequest request;
     request.fork = space_->NewFork();
     request.class_name = std::string(class_name);
@@ -157,8 +163,11 @@ class ObjectSpaceImpl : public ObjectSpace {
   }
 
   base::Future<std::shared_ptr<RRef>> Find(absl::string_view owner, std::string pinned_name) override {
-    FindRequest request{space_->NewFork(), std::move(pinned_name)};
     rpc::Payload payload;
+    if (absl::Status named = CheckPinnedName(pinned_name); !named.ok()) {
+      return RefusedReference(std::move(payload), std::move(named));
+    }
+    FindRequest request{space_->NewFork(), std::move(pinned_name)};
     payload.body = Encode(request);
     return NewReference(owner, FindMethod(), std::move(payload), request.fork);
   }
@@ -176,19 +185,23 @@ class ObjectSpaceImpl : public ObjectSpace {
   // Asks `owner` for a reference that we name `fork`, and wraps the answer.
   base::Future<std::shared_ptr<RRef>> NewReference(absl::string_view owner, const rpc::MethodId& method,
                                                    rpc::Payload request, base::ForkId fork) {
-    base::Promise<std::shared_ptr<RRef>> promise;
     auto agent = space_->UseAgent();
-    if (!agent.ok()) {
-      Refuse(
-          OrphansOf(space_.get()), std::move(request),
-          [promise](const absl::StatusOr<rpc::Received>& refused) { promise.Set(refused.status()); },
-          agent.status());
-      return promise.future();
-    }
+    if (!agent.ok()) return RefusedReference(std::move(request), agent.status());
+    base::Promise<std::shared_ptr<RRef>> promise;
     (*agent)->Call(
         owner, method, std::move(request), {},
         [promise, fork, weak = std::weak_ptr<Space>(space_), owner = std::string(owner)](
             absl::StatusOr<rpc::Received> reply) { promise.Set(Wrap(weak, owner, fork, std::move(reply))); });
+    return promise.future();
+  }
+
+  // Nothing was sent.
+  base::Future<std::shared_ptr<RRef>> RefusedReference(rpc::Payload request, absl::Status why) {
+    base::Promise<std::shared_ptr<RRef>> promise;
+    Refuse(
+        OrphansOf(space_.get()), std::move(request),
+        [promise](const absl::StatusOr<rpc::Received>& refused) { promise.Set(refused.status()); },
+        base::WithRan(std::move(why), base::Ran::kNo));
     return promise.future();
   }
 

@@ -1,7 +1,10 @@
 #include "atoll/rref/wire.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
 #include "atoll/base/status.h"
@@ -27,6 +30,15 @@ Id GetId(ByteReader& reader) {
   return id;
 }
 
+absl::Status CheckName(absl::string_view what, absl::string_view name, size_t limit) {
+  const bool odd =
+      std::any_of(name.begin(), name.end(), [](unsigned char c) { return absl::ascii_iscntrl(c); });
+  if (!name.empty() && name.size() <= limit && !odd) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(what, " is 1 to ", limit,
+                                                 " bytes without control characters, not the ", name.size(),
+                                                 " of '", absl::CHexEscape(name.substr(0, limit)), "'"));
+}
+
 }  // namespace
 
 const rpc::MethodId& CreateMethod() {
@@ -46,6 +58,14 @@ const rpc::MethodId& CallMethod() {
   return *id;
 }
 
+absl::Status CheckClassName(absl::string_view name) {
+  return CheckName("a class's name", name, kMaxClassNameBytes);
+}
+
+absl::Status CheckPinnedName(absl::string_view name) {
+  return CheckName("a pinned name", name, kMaxPinnedNameBytes);
+}
+
 std::string Encode(const CreateRequest& request, absl::string_view arguments) {
   ByteWriter writer;
   PutId(writer, request.fork);
@@ -63,6 +83,8 @@ absl::StatusOr<CreateRequest> DecodeCreate(absl::string_view body) {
   request.pinned_name = std::string(reader.GetString(kMaxPinnedNameBytes));
   request.arguments_at = reader.position();
   ATOLL_RETURN_IF_ERROR(reader.status());
+  ATOLL_RETURN_IF_ERROR(CheckClassName(request.class_name));
+  if (!request.pinned_name.empty()) ATOLL_RETURN_IF_ERROR(CheckPinnedName(request.pinned_name));
   return request;
 }
 
@@ -79,6 +101,7 @@ absl::StatusOr<FindRequest> DecodeFind(absl::string_view body) {
   request.fork = GetId<base::ForkId>(reader);
   request.pinned_name = std::string(reader.GetString(kMaxPinnedNameBytes));
   ATOLL_RETURN_IF_ERROR(reader.Finish());
+  ATOLL_RETURN_IF_ERROR(CheckPinnedName(request.pinned_name));
   return request;
 }
 

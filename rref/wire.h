@@ -20,6 +20,11 @@ const rpc::MethodId& FindMethod();     ///< "rref.find": FindRequest; an object 
 const rpc::MethodId& ReleaseMethod();  ///< "rref.release": a fork id; nothing.
 const rpc::MethodId& CallMethod();     ///< "rref.call": CallPrefix and the method's own request; its reply.
 
+/// InvalidArgument unless they are 1 to their limit of bytes without control characters (a pinned name may be
+/// empty where none is meant): names reach logs and error texts.
+absl::Status CheckClassName(absl::string_view name);
+absl::Status CheckPinnedName(absl::string_view name);
+
 struct CreateRequest {
   base::ForkId fork;
   std::string class_name;

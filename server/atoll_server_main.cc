@@ -5,10 +5,16 @@
 
 #include <ATen/Parallel.h>
 
+#include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
 #include "atoll/cluster/program.h"
 #include "atoll/server/owner.h"
+
+ABSL_FLAG(uint64_t, staging_bytes, uint64_t{1} << 30,
+          "of gradients that came in and wait to be applied, a model; beyond it pushes wait their turn");
+ABSL_FLAG(uint64_t, spare_bytes, uint64_t{256} << 20,
+          "of old values that workers still read, a model; beyond it a step waits for them");
 
 namespace {
 
@@ -44,6 +50,8 @@ int Serve(const std::string& who, const FlaggedLaunch& flagged, const NodeFlags&
   options.node.endpoint.port = flags.port;
   options.node.endpoint.enable_unix = flags.enable_unix;
   options.node.endpoint.enable_cma = flags.enable_cma;
+  options.memory.staging_bytes = absl::GetFlag(FLAGS_staging_bytes);
+  options.memory.spare_bytes = absl::GetFlag(FLAGS_spare_bytes);
   options.patience = flags.grace / 2;  // Of the time that a signal gives, half is for leaving.
   options.say = say;
   const int workers = launch.world_size - launch.owners;

@@ -92,9 +92,9 @@ absl::StatusOr<std::unique_ptr<Owner>> Owner::Start(const cluster::Launch& launc
   if (launch.role != cluster::Role::kOwner) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", launch.rank, " is a worker's, not an owner's"));
   }
-  options.node.before_join = [also = std::move(options.node.before_join)](rref::ObjectSpace& objects,
-                                                                          rpc::Agent& agent) {
-    ATOLL_RETURN_IF_ERROR(shard_optim::RegisterShardClass(objects, agent));
+  options.node.before_join = [also = std::move(options.node.before_join), memory = options.memory](
+                                 rref::ObjectSpace& objects, rpc::Agent& agent) {
+    ATOLL_RETURN_IF_ERROR(shard_optim::RegisterShardClass(objects, agent, memory));
     return also ? also(objects, agent) : absl::OkStatus();
   };
   auto watch = std::make_shared<Watch>(launch, options);

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "atoll/rref/node.h"
 #include "atoll/server/lifetime_core.h"
+#include "atoll/shard_optim/shard.h"
 
 namespace Atoll::server {
 
@@ -20,6 +21,7 @@ struct OwnerOptions {
   rref::NodeOptions node;
   /// How long workers may go on after Stop, or after another owner died.
   absl::Duration patience = absl::Seconds(5);
+  shard_optim::ShardMemory memory;  ///< Of each model's shard.
   /// Gets lines for people about who came and went, without their end. Called by Run alone, under no lock: it
   /// may wait, and then only Run waits with it.
   std::function<void(absl::string_view)> say = [](absl::string_view) {};

@@ -57,7 +57,7 @@ absl::StatusOr<std::shared_ptr<Shard>> Shard::Create(ShardArguments arguments, S
   std::shared_ptr<Shard> shard(new Shard(std::move(arguments), std::move(layout), environment));
   std::weak_ptr<Shard> weak = shard;
   ATOLL_ASSIGN_OR_RETURN(shard->store_, ChunkStore::Create(&shard->layout_, shard->arguments_.owner,
-                                                           environment.spare_bytes, [weak] {
+                                                           environment.memory.spare_bytes, [weak] {
                                                              if (std::shared_ptr<Shard> alive = weak.lock())
                                                                alive->OnLoanEnd();
                                                            }));
@@ -70,8 +70,8 @@ Shard::Shard(ShardArguments arguments, Layout layout, ShardEnvironment environme
       range_(layout_.owners()[arguments_.owner]),
       environment_(environment),
       serial_(base::SerialExecutor::Create(environment.executor)),
-      staging_(BufferPool::Create(environment.staging_bytes)),
-      core_(MakeRoundOptions(arguments_, layout_, environment.staging_bytes)),
+      staging_(BufferPool::Create(environment.memory.staging_bytes)),
+      core_(MakeRoundOptions(arguments_, layout_, environment.memory.staging_bytes)),
       chunks_(range_.chunk_count),
       chunks_to_load_(range_.chunk_count) {}
 

@@ -29,15 +29,20 @@
 
 namespace Atoll::shard_optim {
 
+/// What a shard may hold beside its parameters and their state, in bytes.
+struct ShardMemory {
+  /// Of gradients that were received and are not applied. Beyond, only the next in rank order are taken.
+  size_t staging_bytes = size_t{1} << 30;
+  /// Of old values that readers still hold. Beyond, a chunk waits for a reader.
+  size_t spare_bytes = size_t{256} << 20;
+};
+
 /// What a shard runs on; all outlive it.
 struct ShardEnvironment {
   base::Executor* executor = nullptr;  ///< Passes and bookkeeping run here, one at a time.
   base::Timer* timer = nullptr;        ///< Null: no limit passes by itself (tests call TickForTest).
   const base::Clock* clock = nullptr;
-  /// Of gradients that were received and are not applied. Beyond, only the next in rank order are taken.
-  size_t staging_bytes = size_t{1} << 30;
-  /// Of old values that readers still hold. Beyond, a chunk waits for a reader.
-  size_t spare_bytes = size_t{256} << 20;
+  ShardMemory memory = {};
 };
 
 class Shard : public std::enable_shared_from_this<Shard> {

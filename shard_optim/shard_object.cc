@@ -34,11 +34,12 @@ absl::Status RegisterShardClass(rref::ObjectSpace& objects, ShardEnvironment env
       });
 }
 
-absl::Status RegisterShardClass(rref::ObjectSpace& objects, rpc::Agent& agent) {
+absl::Status RegisterShardClass(rref::ObjectSpace& objects, rpc::Agent& agent, ShardMemory memory) {
   ShardEnvironment environment;
   environment.executor = agent.pool();
   environment.timer = agent.timer();
   environment.clock = agent.clock();
+  environment.memory = memory;
   return RegisterShardClass(objects, environment);
 }
 

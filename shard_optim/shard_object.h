@@ -28,6 +28,6 @@ class ShardObject : public rref::Object {
 /// Lets other members create shards here; `environment` as of Shard::Create.
 absl::Status RegisterShardClass(rref::ObjectSpace& objects, ShardEnvironment environment);
 /// The same on the agent's pool, timer and clock: made to be NodeOptions::before_join.
-absl::Status RegisterShardClass(rref::ObjectSpace& objects, rpc::Agent& agent);
+absl::Status RegisterShardClass(rref::ObjectSpace& objects, rpc::Agent& agent, ShardMemory memory = {});
 
 }  // namespace Atoll::shard_optim

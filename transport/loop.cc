@@ -203,7 +203,7 @@ bool Loop::TryEnd() {
   // Before the end: from then on other threads run tasks, and what is dropped here may have some.
   DropAll();
   absl::MutexLock lock(&mu_);
-  if (!tasks_.empty() || !timers_.empty()) return false;
+  if (!tasks_.empty() || !timers_.empty() || !handlers_.empty()) return false;  // Those came meanwhile.
   ended_ = true;
   return true;
 }

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 namespace Atoll::base {
@@ -29,6 +31,23 @@ TEST(Future, ManyRacingCompletionsCompleteOnce) {
     ASSERT_EQ(callbacks, 1);
     ASSERT_EQ(winners, 1);
   }
+}
+
+TEST(Future, ACallbackThatThrowsHoldsUpNoOther) {
+  Promise<int> promise;
+  int ran = 0;
+  promise.future().Then([](const absl::StatusOr<int>&) { throw std::runtime_error("the first"); });
+  promise.future().Then([&](const absl::StatusOr<int>&) { ++ran; });
+  promise.future().Then([](const absl::StatusOr<int>&) { throw std::runtime_error("the second"); });
+  promise.future().Then([&](const absl::StatusOr<int>&) { ++ran; });
+  std::string thrown;
+  try {
+    promise.Set(1);
+  } catch (const std::runtime_error& error) {
+    thrown = error.what();
+  }
+  EXPECT_EQ(thrown, "the first");
+  EXPECT_EQ(ran, 2);
 }
 
 TEST(Future, WaitHasALimit) {

@@ -64,7 +64,7 @@ TrainingJobOptions OwnersWithoutRoom(Refusals* refusals) {
     environment.executor = agent.pool();
     environment.timer = agent.timer();
     environment.clock = agent.clock();
-    environment.staging_bytes = OptionsOf().chunk_bytes;
+    environment.memory.staging_bytes = OptionsOf().chunk_bytes;
     return objects.RegisterClass(
         shard_optim::kShardClass,
         [environment, refusals](const base::MemberId& creator,

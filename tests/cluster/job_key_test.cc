@@ -79,7 +79,7 @@ TEST_F(JobKeyTest, RefusesAFileThatIsNoSecret) {
 }
 
 TEST_F(JobKeyTest, RefusesTheFileOfAnotherUser) {
-  if (geteuid() != 0) GTEST_SKIP() << "only root can give a file away";
+  if (geteuid() != 0) GTEST_SKIP() << "ATOLL_TEST_SKIPPED: only root can give a file away";
   std::string path = Write("0123456789abcdef");
   ASSERT_EQ(chown(path.c_str(), 12345, 0), 0);
   ExpectRefused(path, absl::StatusCode::kPermissionDenied, "belongs to user 12345");

@@ -270,7 +270,7 @@ TEST_F(AgentGpuTest, OurselvesToo) {
 }
 
 TEST_F(AgentGpuTest, TwoDevicesCrossed) {
-  if (GpuCount() < 2) GTEST_SKIP() << "needs two GPUs";
+  if (GpuCount() < 2) GTEST_SKIP() << "ATOLL_TEST_SKIPPED: needs two GPUs";
   StartTwo({{0, 1}, {1, 0}});
   Serve(*b_, "swap", [](ServerCall call) {
     auto& tensors = call.request.tensors;
@@ -288,7 +288,7 @@ TEST_F(AgentGpuTest, TwoDevicesCrossed) {
 }
 
 TEST_F(AgentGpuTest, ARingOfFourDevices) {
-  if (GpuCount() < 4) GTEST_SKIP() << "needs four GPUs";
+  if (GpuCount() < 4) GTEST_SKIP() << "ATOLL_TEST_SKIPPED: needs four GPUs";
   StartTwo({{0, 1}, {1, 2}, {2, 3}, {3, 0}});
   Serve(*b_, "make", [](ServerCall call) {
     std::vector<at::Tensor> made;

@@ -218,7 +218,7 @@ TEST_F(PipeGpuTest, WhatIsNotThereIsRefusedAndThePipeGoesOn) {
 }
 
 TEST_F(PipeGpuTest, BetweenTwoGpus) {
-  if (GpuCount() < 2) GTEST_SKIP() << "needs two GPUs";
+  if (GpuCount() < 2) GTEST_SKIP() << "ATOLL_TEST_SKIPPED: needs two GPUs";
   Stream out(0), in(1);
   Words source(1 << 20, 1, 0), target(1 << 20, 0, 1);
   Witness witness(1);

@@ -23,6 +23,12 @@ BIN = os.environ.get("ATOLL_BIN", "build/release/bin")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 from loopback import free_port  # pylint: disable=wrong-import-position
+
+# Programs leave alone what they are started to ignore: here they are started as from a terminal.
+for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(ending) is signal.SIG_IGN:
+        signal.signal(ending, signal.SIG_DFL)
+
 HANG_LIMIT_S = float(os.environ.get("ATOLL_TEST_HANG_LIMIT", "240"))
 _PRCTL = ctypes.CDLL(None).prctl
 

@@ -116,6 +116,14 @@ TEST_F(ObjectSpaceTest, ErrorsSayWhatAndWhere) {
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(ann_->objects->Create("owner", "Test", Body("throw"), "pin"), "asked to throw"),
             absl::StatusCode::kInternal);
+  EXPECT_EQ(code(ann_->objects->Create("owner", "Test", Body("throw 7")), "the factory threw int"),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(code(ann_->objects->Create("owner", "Te\nst", Body("")), "'Te\\nst'"),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(ann_->objects->Create("owner", "Test", Body(""), "\x1b"), "without control characters"),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(ann_->objects->Find("owner", ""), "a pinned name is 1 to 512 bytes"),
+            absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(ann_->objects->Find("owner", "pin"), "'pin'"), absl::StatusCode::kNotFound);
   EXPECT_EQ(owner_->objects->Unpin("pin").code(), absl::StatusCode::kNotFound);
   EXPECT_TRUE(owner_->objects->List().empty());

@@ -137,6 +137,7 @@ inline Factory TestFactory(Record* record, absl::Notification* proceed = nullptr
     if (proceed != nullptr) proceed->WaitForNotification();
     if (arguments.body == "fail") return absl::InvalidArgumentError("asked to fail");
     if (arguments.body == "throw") throw std::runtime_error("asked to throw");
+    if (arguments.body == "throw 7") throw 7;
     return std::make_shared<TestObject>(arguments.body, record);
   };
 }

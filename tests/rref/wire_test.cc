@@ -31,5 +31,28 @@ TEST(RRefWireTest, OddMethodNamesAreRefused) {
   EXPECT_TRUE(DecodeCall(Encode(CallPrefix{kObject, {std::string(128, 'a'), 1}}, "")).ok());
 }
 
+TEST(RRefWireTest, NamesOfClassesAndObjectsHaveNoControlCharacters) {
+  const base::ForkId fork{base::Incarnation(7), 4};
+  auto create = [&](const std::string& class_name, const std::string& pinned) {
+    return DecodeCreate(Encode(CreateRequest{fork, class_name, pinned}, "")).status().code();
+  };
+  auto find = [&](const std::string& pinned) {
+    return DecodeFind(Encode(FindRequest{fork, pinned})).status().code();
+  };
+  constexpr auto kOk = absl::StatusCode::kOk;
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  for (const std::string& odd :
+       {std::string("two\nlines"), std::string("\x1b[2J"), std::string("nul\0", 4), std::string("\x7f")}) {
+    EXPECT_EQ(create(odd, ""), kInvalid) << odd;
+    EXPECT_EQ(create("Class", odd), kInvalid) << odd;
+    EXPECT_EQ(find(odd), kInvalid) << odd;
+  }
+  EXPECT_EQ(create("", ""), kInvalid);
+  EXPECT_EQ(find(""), kInvalid);
+  EXPECT_EQ(create(std::string(kMaxClassNameBytes + 1, 'c'), ""), kInvalid);
+  EXPECT_EQ(create(std::string(kMaxClassNameBytes, 'c'), std::string(kMaxPinnedNameBytes, 'p')), kOk);
+  EXPECT_EQ(find("modèle 1/共有"), kOk);
+}
+
 }  // namespace
 }  // namespace Atoll::rref

@@ -184,11 +184,12 @@ TEST(EndWithErrorTest, IsOneLineWhateverTheMessage) {
 /// are not in it.
 class Child {
  public:
-  Child(absl::Duration grace, bool orderly, bool ends) {
+  Child(absl::Duration grace, bool orderly, bool ends, int ignored = 0) {
     int fds[2];
     EXPECT_EQ(pipe2(fds, O_CLOEXEC), 0);
     pid_ = fork();
     if (pid_ == 0) {
+      for (int ending : {SIGTERM, SIGINT, SIGHUP}) signal(ending, ending == ignored ? SIG_IGN : SIG_DFL);
       SetUpProcess();
       {
         int asked[2];
@@ -241,6 +242,13 @@ TEST(SignalWatchTest, TheFirstSignalEndsInOrder) {
     child.Send(signal);
     EXPECT_EQ(child.Wait(), 128 + signal);
   }
+}
+
+TEST(SignalWatchTest, WhatTheParentIgnoresStaysIgnored) {
+  Child child(absl::Hours(1), true, true, /*ignored=*/SIGHUP);
+  child.Send(SIGHUP);
+  child.Send(SIGTERM);
+  EXPECT_EQ(child.Wait(), 128 + SIGTERM);
 }
 
 TEST(SignalWatchTest, TheSecondSignalEndsAtOnce) {

@@ -50,8 +50,8 @@ Harness::Harness(std::vector<ParameterSpec> specs, HarnessOptions harness_option
   environment.executor = options.executor != nullptr ? options.executor : &inline_executor;
   environment.timer = options.timer;
   environment.clock = options.clock != nullptr ? options.clock : &fake_clock;
-  environment.staging_bytes = options.staging_bytes;
-  environment.spare_bytes = options.spare_bytes;
+  environment.memory.staging_bytes = options.staging_bytes;
+  environment.memory.spare_bytes = options.spare_bytes;
   for (int owner = 0; owner < options.owners; ++owner) {
     absl::StatusOr<std::shared_ptr<Shard>> shard = Shard::Create(Arguments(owner), environment);
     EXPECT_TRUE(shard.ok()) << shard.status();

@@ -95,7 +95,7 @@ TEST_P(ForkTest, LocksThatAreHeldWhileForkingDoNotMatter) {
 
 TEST_P(ForkTest, AnEndpointMadeAfterTheForkIsAsGoodAsAny) {
 #if defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "ThreadSanitizer takes no new threads in a child of fork";
+  GTEST_SKIP() << "ATOLL_TEST_SKIPPED: ThreadSanitizer takes no new threads in a child of fork";
 #endif
   const Way way = GetParam();
   EXPECT_EQ(InChild([this, way]() -> std::string {

@@ -33,7 +33,7 @@ if [ -n "$part" ]; then
 fi
 
 # Libraries that were not compiled with the sanitizer (torch) synchronize in ways it cannot see.
-export TSAN_OPTIONS=${TSAN_OPTIONS:-ignore_noninstrumented_modules=1 halt_on_error=1 second_deadlock_stack=1}
+export TSAN_OPTIONS=${TSAN_OPTIONS:-ignore_noninstrumented_modules=1 halt_on_error=1 second_deadlock_stack=1 die_after_fork=0}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 start=$SECONDS
 status=0
