@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/exception_text.h"
+#include "atoll/rpc/sink.h"
 #include "atoll/rpc/user_code.h"
 
 namespace Atoll::rpc {
@@ -23,6 +24,8 @@ constexpr size_t kTensorSlack = 4 + 8 * kMaxDims;
 constexpr size_t kMaxInlineTotal = size_t{1} << 20;
 // A header above this would hold up the control lane.
 constexpr size_t kMaxControlHeader = 256 << 10;
+// What is unwanted and no larger lands in the pool's memory: it is there already.
+constexpr size_t kMinSink = size_t{1} << 20;
 
 std::string Describe(at::ScalarType dtype, absl::Span<const int64_t> sizes, c10::Device device) {
   return absl::StrCat(c10::toString(dtype), "[", absl::StrJoin(sizes, ","), "]",
@@ -275,6 +278,17 @@ absl::StatusOr<std::vector<at::Tensor>> AllocateFresh(BufferPool& pool, absl::Sp
     fresh.push_back(std::move(allocated));
   }
   return fresh;
+}
+
+absl::StatusOr<std::vector<at::Tensor>> AllocateUnwanted(BufferPool& pool,
+                                                         absl::Span<const TensorIn> tensors) {
+  std::vector<at::Tensor> unwanted;
+  for (const TensorIn& tensor : tensors) {
+    const bool sink = tensor.meta.device.is_cpu() && tensor.meta.bytes() > kMinSink;
+    ATOLL_ASSIGN_OR_RETURN(at::Tensor memory, sink ? Sink(tensor.meta.bytes()) : pool.Allocate(tensor.meta));
+    unwanted.push_back(std::move(memory));
+  }
+  return unwanted;
 }
 
 absl::StatusOr<std::vector<at::Tensor>> AllocateFor(const Method& method, BufferPool& pool,

@@ -90,6 +90,9 @@ absl::Status AddStreams(absl::Span<const TensorIn> tensors, Streams* streams);
 absl::Status OrderInto(absl::Span<const at::Tensor> into, Streams* streams);
 /// Fresh memory for tensors. On GPUs it is of the current streams.
 absl::StatusOr<std::vector<at::Tensor>> AllocateFresh(BufferPool& pool, absl::Span<const TensorIn> tensors);
+/// Where tensors land that nobody wants: what is large, on the CPU, costs no memory.
+absl::StatusOr<std::vector<at::Tensor>> AllocateUnwanted(BufferPool& pool,
+                                                         absl::Span<const TensorIn> tensors);
 /// FailedPrecondition where `into` is not as `tensors` say; `whose` begins the text.
 absl::Status CheckMatch(absl::Span<const at::Tensor> into, absl::Span<const TensorIn> tensors,
                         absl::string_view whose);

@@ -205,15 +205,21 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   absl::Status streamed = AddStreams(in->header.tensors, &in->streams);
   if (streamed.ok() && in->tensors.empty() && !repeated) PrepareLanding(*in);
   if (in->tensors.empty()) {
-    // Nobody wants it: it is read only to get behind it.
     StreamScope scope(in->streams);
-    absl::StatusOr<std::vector<at::Tensor>> scratch =
-        streamed.ok() ? AllocateFresh(hub_->buffers(), in->header.tensors) : streamed;
-    if (!scratch.ok()) {
-      OnLanded(in, scratch.status());
-      return Die(scratch.status(), /*notify=*/true, /*quiet=*/false);
+    absl::StatusOr<std::vector<at::Tensor>> memory;
+    if (!streamed.ok()) {
+      memory = streamed;
+    } else if (in->fresh) {
+      memory = AllocateFresh(hub_->buffers(), in->header.tensors);
+    } else {
+      // Nobody wants it: it is read only to get behind it.
+      memory = AllocateUnwanted(hub_->buffers(), in->header.tensors);
     }
-    in->tensors = *std::move(scratch);
+    if (!memory.ok()) {
+      OnLanded(in, memory.status());
+      return Die(memory.status(), /*notify=*/true, /*quiet=*/false);
+    }
+    in->tensors = *std::move(memory);
   }
   std::vector<transport::Buffer> buffers = ReadBuffers(in->tensors, in->header.tensors, in->streams);
   std::shared_ptr<transport::Pipe> pipe = in->pipe->pipe;
@@ -250,7 +256,8 @@ void Session::PrepareLanding(Incoming& in) {
   {
     absl::MutexLock lock(&mu_);
     auto* call = static_cast<ClientCall*>(calls_.Find(prefix.call));
-    if (call == nullptr || call->reply_into.empty()) return;
+    in.fresh = call != nullptr && call->reply_into.empty();
+    if (call == nullptr || in.fresh) return;
     match = CheckMatch(call->reply_into, in.header.tensors, "reply_into");
     if (match.ok()) {
       call->landing = call->torn = in.into_caller = true;

@@ -29,6 +29,7 @@ struct Session::Incoming {
   Streams streams;  // That bring those on GPUs.
   absl::Status refusal;
   bool into_caller = false;  // Written into the caller's reply_into.
+  bool fresh = false;        // A reply that is awaited, and lands in memory of ours.
 };
 
 // The bytes of requests that wait for a thread to run their handler. A request's share ends with its Wait,

@@ -4,6 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "in_child.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+extern "C" int __lsan_is_turned_off() { return !Atoll::testing::leaks_count; }  // NOLINT: the runtime's name.
+#endif
+
 int main(int argc, char** argv) {
   ::testing::InitGoogleMock(&argc, argv);
   const int code = RUN_ALL_TESTS();

@@ -68,7 +68,7 @@ class Script {
   void Report(const base::MemberId& from, const base::MemberId& suspect, MembershipCore::Evidence evidence) {
     Run(core_.ReportDead(from, suspect, evidence, "refused", clock_.Now()));
   }
-  void Probed(const base::MemberId& suspect, MembershipCore::ProbeResult result) {
+  void Probed(base::MemberId suspect, MembershipCore::ProbeResult result) {
     probes_.erase(suspect);
     Run(core_.Probed(suspect, result, "refused", clock_.Now()));
   }
