@@ -192,6 +192,11 @@ bool Timer::Cancel(Id id) {
   return true;
 }
 
+size_t Timer::pending() const {
+  absl::MutexLock lock(&mu_);
+  return due_.size();
+}
+
 void Timer::Run() {
   SetThreadName("timer");
   mu_.Lock();

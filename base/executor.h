@@ -117,13 +117,15 @@ class Timer {
   Id At(absl::Time when, Task task);
   /// True if the task had not started and now never will.
   bool Cancel(Id id);
+  /// Tasks that wait for their time.
+  size_t pending() const;
 
  private:
   void Run();
 
   const ForkMark fork_mark_;
   const Clock* const clock_;
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   absl::CondVar changed_;
   std::map<std::pair<absl::Time, Id>, Task> due_ ABSL_GUARDED_BY(mu_);
   std::map<Id, absl::Time> when_ ABSL_GUARDED_BY(mu_);

@@ -181,6 +181,23 @@ TEST_P(AgentLimitsTest, AOneWayCallThatIsRefusedSaysSo) {
   }
 }
 
+TEST_P(AgentLimitsTest, TimersDoNotPileUp) {
+  Agent& a = Start("a");
+  Agent& b = Start("b");
+  Introduce(a, b);
+  ServeEcho(b);
+  ServePark(b);
+  // One call that waits all the time, as a poll does; others come and go, and so do delayed acknowledgements.
+  auto waits = a.Call("b", {"park"}, Body(""));
+  ASSERT_TRUE(parked_.Await(1));
+  const size_t at_first = a.timer()->pending() + b.timer()->pending();
+  for (int i = 0; i < 300; ++i) {
+    ASSERT_TRUE(a.Call("b", {"echo"}, Body("")).Wait(kHang).ok());
+  }
+  EXPECT_LE(a.timer()->pending() + b.timer()->pending(), at_first + 20);
+  parked_.Take().clear();
+}
+
 class FakeLimitsTest : public AgentLimitsTest {};
 INSTANTIATE_FAKE_AGENT_TESTS(FakeLimitsTest);
 
