@@ -1,10 +1,12 @@
 // atoll-worker: trains a built-in model with the job's owners.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -42,32 +44,56 @@ ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
 
 std::string PartOf(const std::string& path) { return absl::StrCat(path, ".", getpid(), ".part"); }
 
-/// Whether WriteFile could write there: asked before the work whose result it is.
-absl::Status CanWriteFile(const std::string& path) {
-  const std::string part = PartOf(path);
+/// Where `path` leads, and whether something is there that is written into and not replaced: a device, a pipe.
+struct Target {
+  std::string path;
+  bool in_place = false;
+};
+absl::StatusOr<Target> FindTarget(const std::string& path) {
+  std::error_code none;  // A file that is not there yet stays as it is named.
+  Target target{std::filesystem::weakly_canonical(path, none).string()};
+  if (none) target.path = path;
   struct stat found = {};
-  if (stat(path.c_str(), &found) == 0 && S_ISDIR(found.st_mode)) {
+  if (stat(path.c_str(), &found) != 0) return target;
+  if (S_ISDIR(found.st_mode)) {
     return Atoll::base::ErrnoStatus(EISDIR, absl::StrCat("cannot write ", path));
   }
-  std::FILE* file = std::fopen(part.c_str(), "we");
+  target.in_place = !S_ISREG(found.st_mode);
+  if (target.in_place) target.path = path;
+  return target;
+}
+
+/// Opens what is there (a pipe without a reader is an error, and not waited for), or a new file.
+std::FILE* OpenToWrite(const std::string& path, bool in_place) {
+  const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC | (in_place ? O_NONBLOCK : O_CREAT | O_TRUNC), 0666);
+  return fd < 0 ? nullptr : fdopen(fd, "w");
+}
+
+/// Whether WriteFile could write there: asked before the work whose result it is.
+absl::Status CanWriteFile(const std::string& path) {
+  ATOLL_ASSIGN_OR_RETURN(Target target, FindTarget(path));
+  const std::string opened = target.in_place ? target.path : PartOf(target.path);
+  std::FILE* file = OpenToWrite(opened, target.in_place);
   if (file == nullptr) return Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", path));
   std::fclose(file);
-  std::remove(part.c_str());
+  if (!target.in_place) std::remove(opened.c_str());
   return absl::OkStatus();
 }
 
 /// The whole file or nothing: a reader never sees half of it.
 absl::Status WriteFile(const std::string& path, const std::string& text) {
-  const std::string part = PartOf(path);
-  std::FILE* file = std::fopen(part.c_str(), "we");
-  if (file == nullptr) return Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", part));
+  ATOLL_ASSIGN_OR_RETURN(Target target, FindTarget(path));
+  const std::string opened = target.in_place ? target.path : PartOf(target.path);
+  std::FILE* file = OpenToWrite(opened, target.in_place);
+  if (file == nullptr) return Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", path));
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  if (std::fclose(file) != 0 || !written || std::rename(part.c_str(), path.c_str()) != 0) {
-    const absl::Status error = Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", path));
-    std::remove(part.c_str());
-    return error;
+  const bool whole = std::fclose(file) == 0 && written;
+  if (whole && (target.in_place || std::rename(opened.c_str(), target.path.c_str()) == 0)) {
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
+  const absl::Status error = Atoll::base::ErrnoStatus(errno, absl::StrCat("cannot write ", path));
+  if (!target.in_place) std::remove(opened.c_str());
+  return error;
 }
 
 void WriteOut(absl::string_view text) {

@@ -176,6 +176,10 @@ absl::Status Validate(const WorkerOptions& options) {
   ATOLL_RETURN_IF_ERROR(range("batch", options.batch, 1, 1000000));
   ATOLL_RETURN_IF_ERROR(range("accumulate", options.accumulate, 1, 1000000));
   ATOLL_RETURN_IF_ERROR(range("max_steps", options.max_steps, 0, int64_t{1} << 40));
+  if (options.attach_limit < absl::Seconds(1) || options.attach_limit > absl::Hours(24)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "attach_limit is ", absl::FormatDuration(options.attach_limit), ": it should be from 1 s to 24 h"));
+  }
   ATOLL_RETURN_IF_ERROR(shard_optim::Validate(options.policy));
   return shard_optim::Validate(options.adam);
 }
@@ -192,6 +196,7 @@ absl::StatusOr<WorkerSummary> RunWorker(Session& session, const Data& data, Mode
   TrainerOptions trainer_options;
   trainer_options.optimizer = options.adam;
   trainer_options.policy = options.policy;
+  trainer_options.attach_limit = options.attach_limit;
   ATOLL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> trainer,
                          Trainer::Attach(session, model.parameters(), trainer_options));
   Loop loop(session, data, model, options, *trainer);

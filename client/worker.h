@@ -29,6 +29,7 @@ struct WorkerOptions {
   shard_optim::AdamOptions adam;
   LearningRateDecay decay = LearningRateDecay::kNone;
   shard_optim::Policy policy = shard_optim::Sync{};
+  absl::Duration attach_limit = TrainerOptions().attach_limit;
   uint64_t seed = 1;     ///< Of the order of the images.
   bool evaluate = true;  ///< Worker 0 measures the accuracy at the end.
   absl::Duration report_every = absl::Seconds(1);

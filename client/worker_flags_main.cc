@@ -26,6 +26,8 @@ ABSL_FLAG(std::string, policy, "sync",
           "are applied as they come");
 ABSL_FLAG(absl::Duration, round_limit, absl::Seconds(60),
           "sync: a step that is not complete after so long fails and names who is missing");
+ABSL_FLAG(absl::Duration, attach_limit, absl::Seconds(60),
+          "at most so long until all workers have attached the model and its first values are there");
 ABSL_FLAG(uint64_t, seed, 1,
           "of the model's first values and of the order of images; the same for all workers");
 ABSL_FLAG(int, threads, 1, "threads that compute in this process");

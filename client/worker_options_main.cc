@@ -20,6 +20,7 @@ ABSL_DECLARE_FLAG(double, eps);
 ABSL_DECLARE_FLAG(double, weight_decay);
 ABSL_DECLARE_FLAG(std::string, policy);
 ABSL_DECLARE_FLAG(absl::Duration, round_limit);
+ABSL_DECLARE_FLAG(absl::Duration, attach_limit);
 ABSL_DECLARE_FLAG(uint64_t, seed);
 ABSL_DECLARE_FLAG(int, threads);
 ABSL_DECLARE_FLAG(bool, evaluate);
@@ -66,6 +67,7 @@ absl::StatusOr<WorkerFlags> WorkerFlagsFromFlags() {
   } else {
     return absl::InvalidArgumentError(absl::StrCat("--policy=", policy, ": it should be sync or async"));
   }
+  options.attach_limit = absl::GetFlag(FLAGS_attach_limit);
   options.seed = absl::GetFlag(FLAGS_seed);
   options.evaluate = absl::GetFlag(FLAGS_evaluate);
   ATOLL_RETURN_IF_ERROR(base::Annotate(Validate(options), "a flag"));

@@ -11,9 +11,10 @@
 #include <cstdio>
 #include <cstring>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
@@ -43,6 +44,20 @@ sigset_t EndingSignals() {
 
 }  // namespace
 
+std::string OneLine(absl::string_view text) {
+  std::string line;
+  for (const char c : text) {
+    if (c == '\n' || c == '\r' || c == '\t') {
+      line.push_back(' ');
+    } else if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) {
+      line.append(absl::CHexEscape(absl::string_view(&c, 1)));
+    } else {
+      line.push_back(c);
+    }
+  }
+  return line;
+}
+
 void SetUpProcess() {
   const sigset_t set = EndingSignals();
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
@@ -55,8 +70,7 @@ void SetUpProcess() {
 }
 
 int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code) {
-  const std::string message = absl::StrReplaceAll(
-      error.message().empty() ? error.ToString() : std::string(error.message()), {{"\n", " "}, {"\r", " "}});
+  const std::string message = OneLine(error.message().empty() ? error.ToString() : error.message());
   const std::string line = absl::StrCat(who, ": error: ", message, "\n");
   (void)!write(STDERR_FILENO, line.data(), line.size());
   const absl::Status told = WriteTorchElasticError(absl::StrCat(who, ": ", message));

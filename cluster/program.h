@@ -45,8 +45,9 @@ void SetUpProcess();
 /// flags that were given, as "--name=value". (absl::ParseCommandLine ends with 1 for all of these.)
 std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& text);
 
-/// Whether every program of ours has this flag: one that is defined in program_flags.cc.
-bool IsCommonFlag(absl::string_view name);
+/// Who has a flag, by the file that defines it: program_flags.cc, server/owner_flags_main.cc, or a worker's.
+enum class FlagGroup { kCommon, kOwner, kWorker };
+FlagGroup FlagGroupOf(absl::string_view name);
 
 /// The launch that the flags and, where they are silent, the environment describe; `role` (null: any) is what
 /// the program can be. Errors name the variable and the flag. Sets the log's level and name.
@@ -69,6 +70,9 @@ struct NodeFlags {
   absl::Duration grace = absl::Seconds(10);
 };
 absl::StatusOr<NodeFlags> NodeFlagsFromFlags();
+
+/// `text` in one line, for a terminal: other control characters are escaped.
+std::string OneLine(absl::string_view text);
 
 /// Says on standard error, in one line, why the program `who` ("atoll-worker worker1") ends, tells torchrun
 /// too, and returns `code`.

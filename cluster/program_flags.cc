@@ -101,8 +101,8 @@ void PrintHelp(const ProgramText& text) {
   }
   std::string out = text.help;
   for (const auto& [file, flags] : by_file) {
-    absl::StrAppend(&out, IsCommonFlag(flags.begin()->first) ? "\nFlags of every Atoll program:\n"
-                                                             : "\nFlags of a worker:\n");
+    static constexpr absl::string_view kOf[] = {"every Atoll program", "an owner", "a worker"};
+    absl::StrAppend(&out, "\nFlags of ", kOf[static_cast<int>(FlagGroupOf(flags.begin()->first))], ":\n");
     for (const auto& [name, flag] : flags) {
       const std::string value = flag->DefaultValue();
       absl::StrAppend(&out, "  --", name);
@@ -236,9 +236,12 @@ absl::Status WithOverlay(const Environment& environment, std::optional<Role> rol
 }  // namespace
 
 // By the file as the compiler was told it, whatever folder the tree is in.
-bool IsCommonFlag(absl::string_view name) {
+FlagGroup FlagGroupOf(absl::string_view name) {
   const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
-  return flag != nullptr && flag->Filename() == absl::GetFlagReflectionHandle(FLAGS_owners).Filename();
+  if (flag == nullptr) return FlagGroup::kWorker;
+  const std::string file = flag->Filename();
+  if (file == absl::GetFlagReflectionHandle(FLAGS_owners).Filename()) return FlagGroup::kCommon;
+  return absl::EndsWith(file, "owner_flags_main.cc") ? FlagGroup::kOwner : FlagGroup::kWorker;
 }
 
 std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& text) {

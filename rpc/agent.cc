@@ -157,11 +157,15 @@ class AgentImpl : public Agent {
       promise.Set(ErrorInChild("Agent::Send", to, method));
       return promise.future();
     }
-    auto done = [promise, pool = pool()](absl::Status status) {
-      absl::StatusOr<base::Unit> result = base::Unit{};
-      if (!status.ok()) result = std::move(status);
-      CallbackExecutor guarded(pool, "what goes on with a one-way call");
-      promise.SetOn(&guarded, std::move(result));
+    auto done = [promise, hub = hub_](absl::Status status) {
+      constexpr absl::string_view kWhat = "what goes on with a one-way call";
+      if (status.ok()) {
+        CallbackExecutor guarded(hub->executor(), kWhat);
+        promise.SetOn(&guarded, base::Unit{});
+        return;
+      }
+      hub->ScheduleFailure(
+          [promise, status = std::move(status)] { RunCallback(kWhat, [&] { promise.Set(status); }); });
     };
     if (hub_->shutting_down()) {
       ReturnLoans(hub_, std::move(request));
@@ -179,7 +183,7 @@ class AgentImpl : public Agent {
 
   const base::MemberId& self() const override { return hub_->self(); }
   std::vector<std::string> addresses() const override { return hub_->endpoint()->addresses(); }
-  base::Executor* pool() override { return pool_.get(); }
+  base::Executor* pool() override { return hub_->executor(); }
   absl::Time LastHeard(const base::MemberId& id) const override {
     if (fork_mark_.in_child()) return absl::InfinitePast();
     std::shared_ptr<Session> session = hub_->FindSession(id.name);
@@ -200,8 +204,8 @@ class AgentImpl : public Agent {
     };
     hub_->BeginShutdown();
     std::vector<std::string> leftover;
-    // What runs still answers, and its answers are sent below.
-    bool served = hub_->AwaitServed(left());
+    // What runs still answers, and its answers are sent below. What waits for others may need their end first.
+    bool served = hub_->AwaitServed(limit / 2);
     std::vector<std::shared_ptr<Session>> sessions = hub_->Sessions();
     for (const auto& session : sessions) {
       if (!session->AwaitDrained(left())) leftover.push_back(session->Leftover());
@@ -219,7 +223,8 @@ class AgentImpl : public Agent {
     hub_->endpoint()->Join();
     // A session may have come in between.
     for (const auto& session : hub_->Sessions()) session->Die(reason, /*notify=*/false, /*quiet=*/true);
-    served = pool_->Drain(left()) && (served || hub_->AwaitServed(absl::ZeroDuration()));
+    served =
+        pool_->Drain(left(absl::Milliseconds(100))) && (served || hub_->AwaitServed(absl::ZeroDuration()));
     if (!served) leftover.push_back("handlers that still run");
     failures_->Drain(left(absl::Milliseconds(100)));
     hub_->Clear();

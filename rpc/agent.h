@@ -233,8 +233,9 @@ class Agent {
   /// When something of this incarnation last came in (of clock()); InfinitePast if nothing is known of it.
   virtual absl::Time LastHeard(const base::MemberId& id) const = 0;
 
-  /// Refuses new calls, lets handlers that run end, drains what is unsent and unacknowledged (their answers
-  /// too), then closes and joins; what is left at `limit` is dropped, and the error says what. Calls whose
+  /// Refuses new calls, lets handlers that run end (for at most half of `limit`), drains what is unsent and
+  /// unacknowledged (their answers too), tells the peers (up to 0.5 s on top), then closes and joins; what is
+  /// left at `limit` is dropped, and the error says what. Calls whose
   /// handler has returned and left the answer for later are not waited for. Idempotent. Not on a pool thread,
   /// nor in a handler.
   virtual absl::Status Shutdown(absl::Duration limit) = 0;

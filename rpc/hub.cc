@@ -239,7 +239,10 @@ void Hub::ForgetDeadVisitors() {
   dead.erase(std::remove_if(dead.begin(), dead.end(), [](const auto& one) { return !one.second->dead(); }),
              dead.end());
   absl::MutexLock lock(&mu_);
-  for (const auto& [incarnation, session] : dead) visitors_.erase(incarnation);
+  for (const auto& [incarnation, session] : dead) {
+    auto found = visitors_.find(incarnation);
+    if (found != visitors_.end() && found->second == session) visitors_.erase(found);
+  }
 }
 
 void Hub::Observe(std::function<void(const base::MemberId&, absl::Status)> observer) {

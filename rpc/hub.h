@@ -47,6 +47,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void AttachThreads(base::ThreadPool* pool, base::ThreadPool* failures, base::Timer* timer);
   void DetachThreads();
   void Schedule(base::Task task);
+  /// Schedule, as an executor that lives as long as this.
+  base::Executor* executor() { return &executor_; }
   /// For what must not wait behind handlers that never return: ends of calls that failed.
   void ScheduleFailure(base::Task task);
   base::Timer::Id At(absl::Time when, base::Task task);
@@ -99,7 +101,14 @@ class Hub : public std::enable_shared_from_this<Hub> {
   std::shared_ptr<Session> TakeVisitorLocked(const base::MemberId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ForgetDeadVisitors();
 
+  struct Executor : base::Executor {
+    explicit Executor(Hub* hub_in) : hub(hub_in) {}
+    void Schedule(base::Task task) override { hub->Schedule(std::move(task)); }
+    Hub* const hub;
+  };
+
   AgentOptions options_;
+  Executor executor_{this};
   const transport::MessageLimits limits_;  // The endpoint's.
   const std::shared_ptr<BufferPool> buffers_;
   std::atomic<bool> shutting_down_{false};

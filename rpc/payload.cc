@@ -282,10 +282,22 @@ absl::StatusOr<std::vector<at::Tensor>> AllocateFresh(BufferPool& pool, absl::Sp
 
 absl::StatusOr<std::vector<at::Tensor>> AllocateUnwanted(BufferPool& pool,
                                                          absl::Span<const TensorIn> tensors) {
+  size_t total = 0;
+  size_t largest = 0;
+  for (const TensorIn& tensor : tensors) {
+    if (tensor.is_inline || !tensor.meta.device.is_cpu()) continue;
+    total += tensor.meta.bytes();
+    largest = std::max(largest, tensor.meta.bytes());
+  }
+  // One for all: nobody minds what they write over.
+  absl::StatusOr<at::Tensor> sink = total > kMinSink ? Sink(largest) : absl::UnavailableError("not needed");
   std::vector<at::Tensor> unwanted;
   for (const TensorIn& tensor : tensors) {
-    const bool sink = tensor.meta.device.is_cpu() && tensor.meta.bytes() > kMinSink;
-    ATOLL_ASSIGN_OR_RETURN(at::Tensor memory, sink ? Sink(tensor.meta.bytes()) : pool.Allocate(tensor.meta));
+    if (sink.ok() && !tensor.is_inline && tensor.meta.device.is_cpu()) {
+      unwanted.push_back(sink->narrow(0, 0, static_cast<int64_t>(tensor.meta.bytes())));
+      continue;
+    }
+    ATOLL_ASSIGN_OR_RETURN(at::Tensor memory, pool.Allocate(tensor.meta));
     unwanted.push_back(std::move(memory));
   }
   return unwanted;

@@ -71,6 +71,7 @@ struct Message : OutMessage {
   std::vector<transport::Device> targets;
   Streams streams;
   std::vector<Loan> loans;
+  bool written = false;  ///< Given to a pipe once: it may have been received. Of whoever carries out actions.
   absl::Time deadline = absl::InfiniteFuture();  ///< Of a request: what is left of its time travels with it.
 };
 /// InvalidArgument where `message` is above what its receiver takes.

@@ -130,6 +130,7 @@ void Session::WriteData(const PipePtr& pipe, SessionCore::Action& action) {
   if (message == nullptr || !sendable.ok()) {
     return WriteNumber(pipe, action.number, action.acks, action.ack_now);
   }
+  message->written = true;
   transport::Message out;
   out.header = message->header;
   out.tensors = message->buffers;
@@ -255,8 +256,14 @@ void Session::Finish(const absl::Status& reason) {
   std::string where;
   bool notify = false;
   bool quiet = false;
+  std::array<Landing, 2> over;  // What half came: let go of without the lock.
   {
     absl::MutexLock lock(&mu_);
+    for (size_t lane = 0; lane < over.size(); ++lane) {
+      over[lane].tensors.swap(landings_[lane].tensors);
+      over[lane].wait.swap(landings_[lane].wait);
+      std::swap(over[lane].streams, landings_[lane].streams);
+    }
     calls = calls_.TakeAll();
     served_.CancelAll();
     for (auto& [pipe_id, pipe] : pipes_) pipes.push_back(pipe);
@@ -332,9 +339,12 @@ absl::Status Session::CheckSendable(const Message& message, const PipePtr& pipe)
   return absl::OkStatus();
 }
 
-// It will not be sent: its call fails, or gets an error for a reply.
+// It will not be sent, or not again: its call fails, or gets an error for a reply.
 void Session::Reject(Message& message, const absl::Status& status) {
   std::unique_ptr<PendingCall> failed;
+  // Over a pipe before this one it may have arrived.
+  const base::Ran ran =
+      message.written && !transport::IsMessageError(status) ? base::Ran::kMaybe : base::Ran::kNo;
   const uint64_t id = CallOf(message.header);
   const bool reply = WhatOf(message.header) == What::kReply;
   {
@@ -346,11 +356,15 @@ void Session::Reject(Message& message, const absl::Status& status) {
       core_.Post(std::move(answer), hub_->Now(), /*force=*/true).IgnoreError();
     } else if (WhatOf(message.header) == What::kRequest) {
       failed = calls_.Take(id);
+      if (failed != nullptr && ran != base::Ran::kNo) {
+        auto cancel = MakeMessage(EncodeBare(Kind::kData, What::kCancel, id));
+        core_.Post(std::move(cancel), hub_->Now(), /*force=*/true).IgnoreError();
+      }
     }
   }
   if (failed == nullptr) return;
-  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(failed), status]() mutable {
-    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status, base::Ran::kNo);
+  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(failed), status, ran]() mutable {
+    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status, ran);
   });
 }
 

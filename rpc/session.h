@@ -63,7 +63,8 @@ class Session : public std::enable_shared_from_this<Session> {
   struct PipeState;
   struct Incoming;
   struct ClientCall;
-  class Backlog;
+  struct Backlog;
+  class BacklogWait;
   using PipePtr = std::shared_ptr<PipeState>;
   using Lane = transport::Lane;
 
@@ -92,9 +93,9 @@ class Session : public std::enable_shared_from_this<Session> {
                 Streams streams);
   void Expire(std::vector<std::unique_ptr<PendingCall>> calls);
   void RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
-                  absl::Status refusal);
+                  absl::Status refusal, std::shared_ptr<BacklogWait> wait = nullptr);
   void Refuse(uint64_t call, const absl::Status& status);
-  absl::Status CheckBacklog(size_t bytes) const;
+  absl::StatusOr<std::shared_ptr<BacklogWait>> JoinBacklog(const Method& method, const Header& header) const;
 
   // session_receive.cc: messages in.
   void StartRead(const PipePtr& pipe);
@@ -104,7 +105,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void Violation(const PipePtr& pipe, const absl::Status& status);
   bool OnPlainData(const PipePtr& pipe, const Header& header, size_t bytes);
   void OnTensorData(std::shared_ptr<Incoming> in);
+  bool IsLanding(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PrepareLanding(Incoming& in);
+  void GiveUp(uint64_t id, const absl::Status& status);
   void OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& status);
 
   const std::shared_ptr<Hub> hub_;
@@ -136,6 +139,7 @@ class Session : public std::enable_shared_from_this<Session> {
     std::vector<at::Tensor> tensors;
     Streams streams;
     absl::Status refusal;
+    std::shared_ptr<BacklogWait> wait;
     std::shared_ptr<Incoming> waiting;
   };
   std::array<Landing, 2> landings_ ABSL_GUARDED_BY(mu_);

@@ -7,6 +7,15 @@
 #include "atoll/rpc/user_code.h"
 
 namespace Atoll::rpc {
+namespace {
+
+// What a request that waits takes beside its bytes, about; and what small ones may take beyond the limit, so
+// that a large one holds up no release and no heartbeat.
+constexpr size_t kBytesARequest = 1024;
+constexpr size_t kSmallRequest = 8 << 10;
+constexpr size_t kRoomForSmall = size_t{64} << 20;
+
+}  // namespace
 
 void Session::Call(const MethodId& method, Payload request, CallOptions options, OnReply on_reply) {
   auto call = std::make_unique<ClientCall>();
@@ -59,7 +68,7 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
     absl::MutexLock lock(&mu_);
     uint64_t id = calls_.Add(std::move(call));
     SetCall(message->header, id, calls_.watermark());
-    status = core_.Post(std::move(message), hub_->Now());
+    status = core_.Post(message, hub_->Now());  // It may end with the lock's scope: not inside.
     if (!status.ok()) refused = calls_.Take(id);
   }
   if (refused != nullptr) {
@@ -123,7 +132,7 @@ void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
   }
   if (header.code != absl::StatusCode::kOk) {
     result = Explain(absl::Status(header.code, header.message), call->method, header.ran);
-  } else if (call->torn) {
+  } else if (call->torn && tensors.size() == header.tensors.size()) {
     // Landed whole, in reply_into.
     FillInline(tensors, header.tensors);
     result->tensors = std::move(tensors);
@@ -172,15 +181,21 @@ void Session::Refuse(uint64_t call, const absl::Status& status) {
   Post(MakeMessage(std::move(header)), /*force=*/true).IgnoreError();
 }
 
-absl::Status Session::CheckBacklog(size_t bytes) const {
-  const size_t waiting = backlog_->bytes();
-  if (waiting == 0 || waiting + bytes <= hub_->options().backlog_bytes) return absl::OkStatus();
+// Its share, which it keeps until its handler begins. None for a method that waits for no thread of ours.
+absl::StatusOr<std::shared_ptr<Session::BacklogWait>> Session::JoinBacklog(const Method& method,
+                                                                           const Header& header) const {
+  if (method.options.executor != nullptr) return std::shared_ptr<BacklogWait>();
+  size_t bytes = kBytesARequest + header.body.size();
+  for (const TensorIn& tensor : header.tensors) bytes += tensor.meta.bytes();
+  const size_t waiting = backlog_->bytes.load();
+  const size_t limit = hub_->options().backlog_bytes + (bytes <= kSmallRequest ? kRoomForSmall : 0);
+  if (waiting == 0 || waiting + bytes <= limit) return std::make_shared<BacklogWait>(backlog_, bytes);
   return absl::ResourceExhaustedError(
       absl::StrCat(waiting, " bytes of requests of this member wait for a thread already"));
 }
 
 void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
-                         absl::Status refusal) {
+                         absl::Status refusal, std::shared_ptr<BacklogWait> wait) {
   const bool one_way = (header.prefix.flags & kFlagOneWay) != 0;
   const uint64_t id = header.prefix.call;
   MethodId method{std::string(header.method), header.version};
@@ -202,13 +217,15 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   std::string why;
   std::shared_ptr<const Method> served;
   Hub::Serving serving = hub_->BeginServing();
-  size_t bytes = header.body.size();
-  for (const TensorIn& tensor : header.tensors) bytes += tensor.meta.bytes();
-  if (refusal.ok()) refusal = CheckBacklog(bytes);
   if (refusal.ok() && !serving) refusal = absl::UnavailableError("it is shutting down");
   if (refusal.ok()) {
     served = hub_->FindMethod(method, &why);
     if (served == nullptr) refusal = absl::NotFoundError(why);
+  }
+  if (refusal.ok() && wait == nullptr) {
+    absl::StatusOr<std::shared_ptr<BacklogWait>> joined = JoinBacklog(*served, header);
+    refusal = joined.status();
+    if (joined.ok()) wait = *std::move(joined);
   }
   if (refusal.ok() && tensors.empty() && !header.tensors.empty()) {
     absl::StatusOr<std::vector<at::Tensor>> into =
@@ -253,7 +270,7 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   }
   if (!streams.empty()) call.request.streams = std::make_shared<Streams>(streams);
   hub_->Dispatch(std::move(serving), std::move(served), std::move(call),
-                 [wait = Backlog::Wait(backlog_, bytes)]() mutable { Backlog::Wait over = std::move(wait); });
+                 [wait = std::move(wait)]() mutable { wait = nullptr; });
 }
 
 void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {

@@ -46,6 +46,12 @@ absl::Status SessionCore::Post(OutMessagePtr message, absl::Time now, bool force
                                                      " bytes wait, ", state.unacked_bytes,
                                                      " are not yet received"));
   }
+  // Answers. Whoever asks and asks and receives none of them is not waited for without end.
+  if (force && queued_bytes_ + message->bytes > options_.queue_bytes + options_.forced_bytes) {
+    Die(absl::ResourceExhaustedError(
+        absl::StrCat("it sends requests and does not receive the answers: ", queued_bytes_, " bytes wait")));
+    return death_;
+  }
   queued_bytes_ += message->bytes;
   state.queue.push_back(std::move(message));
   Want(lane, now);

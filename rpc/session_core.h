@@ -44,12 +44,13 @@ class SessionCore {
   using PipeId = uint64_t;
 
   struct Options {
-    bool wins_ties = false;      ///< Exactly one side of a session does.
-    bool can_connect = true;     ///< We know an address of the other side.
-    size_t window_bytes = 0;     ///< Sent and not acknowledged, a lane. One message is always admitted.
-    size_t queue_bytes = 0;      ///< Waiting to be sent, both lanes together.
-    int ack_every = 64;          ///< Messages received before an acknowledgement is sent by itself,
-    size_t ack_bytes = 1 << 20;  ///< or bytes,
+    bool wins_ties = false;          ///< Exactly one side of a session does.
+    bool can_connect = true;         ///< We know an address of the other side.
+    size_t window_bytes = 0;         ///< Sent and not acknowledged, a lane. One message is always admitted.
+    size_t queue_bytes = 0;          ///< Waiting to be sent, both lanes together,
+    size_t forced_bytes = 64 << 20;  ///< and this much more of what must be sent; beyond it: dead.
+    int ack_every = 64;              ///< Messages received before an acknowledgement is sent by itself,
+    size_t ack_bytes = 1 << 20;      ///< or bytes,
     absl::Duration ack_delay = absl::Milliseconds(5);       ///< or this time after the first.
     absl::Duration reconnect_limit = absl::Seconds(30);     ///< Without a pipe for so long: dead.
     absl::Duration greeting_limit = absl::Seconds(10);      ///< For the other side's hello.

@@ -123,18 +123,26 @@ void Session::Violation(const PipePtr& pipe, const absl::Status& status) {
   if (count >= kMaxViolations) Die(reason, /*notify=*/true, /*quiet=*/false);
 }
 
+bool Session::IsLanding(uint64_t id) {
+  const PendingCall* call = calls_.Find(id);
+  return call != nullptr && call->landing;
+}
+
 bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t bytes) {
   const Prefix& prefix = header.prefix;
   absl::Status status;
   SessionCore::Verdict verdict = SessionCore::Verdict::kStale;
   std::unique_ptr<PendingCall> answered;
+  bool early = false;
   Landing over;  // Let go of without the lock.
   {
     absl::MutexLock lock(&mu_);
     const absl::Time now = heard_ = hub_->Now();
     status = core_.OnAcks(prefix.acks, now);
     verdict = core_.OnAnnounced(pipe->id, pipe->lane, prefix.number);
-    if (status.ok() && verdict == SessionCore::Verdict::kNew) {
+    // An answer that overtakes the end of the one that lands: it comes again when that has ended.
+    early = verdict == SessionCore::Verdict::kNew && prefix.what == What::kReply && IsLanding(prefix.call);
+    if (status.ok() && verdict == SessionCore::Verdict::kNew && !early) {
       core_.OnReceived(pipe->lane, prefix.number, bytes, (prefix.flags & kFlagAckNow) != 0, now);
       if (prefix.what == What::kReply) answered = calls_.Take(prefix.call);
       if (prefix.what == What::kCancel) served_.Cancel(prefix.call);
@@ -144,6 +152,10 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
   }
   if (!status.ok()) {
     Violation(pipe, status);
+    return false;
+  }
+  if (early) {
+    PipeClosed(pipe, absl::AbortedError("an answer came while another one lands"));
     return false;
   }
   switch (verdict) {
@@ -192,6 +204,7 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
         if (verdict == SessionCore::Verdict::kNew && landing.request && landing.number == prefix.number &&
             prefix.what == What::kRequest && CheckMatch(landing.tensors, in->header.tensors, "").ok()) {
           in->tensors = std::move(landing.tensors);
+          in->wait = std::move(landing.wait);
           in->streams = std::move(landing.streams);
           in->refusal = landing.refusal;
         }
@@ -206,14 +219,15 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   if (streamed.ok() && in->tensors.empty() && !repeated) PrepareLanding(*in);
   if (in->tensors.empty()) {
     StreamScope scope(in->streams);
-    absl::StatusOr<std::vector<at::Tensor>> memory;
-    if (!streamed.ok()) {
-      memory = streamed;
-    } else if (in->fresh) {
+    absl::StatusOr<std::vector<at::Tensor>> memory = absl::NotFoundError("nobody waits for it");
+    if (streamed.ok() && in->fresh) {
       memory = AllocateFresh(hub_->buffers(), in->header.tensors);
-    } else {
-      // Nobody wants it: it is read only to get behind it.
-      memory = AllocateUnwanted(hub_->buffers(), in->header.tensors);
+      if (!memory.ok()) GiveUp(prefix.call, memory.status());
+    }
+    // Nobody wants it: it is read only to get behind it.
+    if (!memory.ok()) {
+      memory = streamed.ok() ? AllocateUnwanted(hub_->buffers(), in->header.tensors)
+                             : absl::StatusOr<std::vector<at::Tensor>>(streamed);
     }
     if (!memory.ok()) {
       OnLanded(in, memory.status());
@@ -235,13 +249,15 @@ void Session::PrepareLanding(Incoming& in) {
     std::shared_ptr<const Method> method =
         hub_->FindMethod({std::string(in.header.method), in.header.version}, &why);
     absl::StatusOr<std::vector<at::Tensor>> into = absl::NotFoundError(why);
-    size_t bytes = in.header.body.size();
-    for (const TensorIn& tensor : in.header.tensors) bytes += tensor.meta.bytes();
+    absl::StatusOr<std::shared_ptr<BacklogWait>> wait;
     if (hub_->shutting_down()) {
       into = absl::UnavailableError("it is shutting down");
-    } else if (absl::Status room = CheckBacklog(bytes); !room.ok()) {
-      into = room;
-    } else if (method != nullptr) {
+    } else if (method == nullptr) {
+      // As it is.
+    } else if (wait = JoinBacklog(*method, in.header); !wait.ok()) {
+      into = wait.status();
+    } else {
+      in.wait = *std::move(wait);
       into = AllocateFor(*method, hub_->buffers(), peer().id, in.header.body, in.header.tensors, in.streams);
     }
     if (into.ok()) {
@@ -256,8 +272,10 @@ void Session::PrepareLanding(Incoming& in) {
   {
     absl::MutexLock lock(&mu_);
     auto* call = static_cast<ClientCall*>(calls_.Find(prefix.call));
-    in.fresh = call != nullptr && call->reply_into.empty();
-    if (call == nullptr || in.fresh) return;
+    // While another answer lands in its memory the call waits for the end of that.
+    if (call == nullptr || call->landing) return;
+    in.fresh = call->reply_into.empty();
+    if (in.fresh) return;
     match = CheckMatch(call->reply_into, in.header.tensors, "reply_into");
     if (match.ok()) {
       call->landing = call->torn = in.into_caller = true;
@@ -268,9 +286,22 @@ void Session::PrepareLanding(Incoming& in) {
     }
   }
   if (mismatched == nullptr) return;
-  mismatched->torn = false;
   hub_->ScheduleFailure([self = shared_from_this(), call = std::move(mismatched), match]() mutable {
     self->Fail(std::move(call), match, base::Ran::kYes);
+  });
+}
+
+// Its answer has come, and cannot be placed.
+void Session::GiveUp(uint64_t id, const absl::Status& status) {
+  std::unique_ptr<PendingCall> call;
+  {
+    absl::MutexLock lock(&mu_);
+    call = calls_.Take(id);
+  }
+  if (call == nullptr) return;
+  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call), status]() mutable {
+    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status,
+               base::Ran::kYes);
   });
 }
 
@@ -295,7 +326,8 @@ void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& 
       over = std::exchange(landing, Landing());
       // A session that died meanwhile left this call to us, and it is answered.
       const bool answers = received || (call != nullptr && core_.dead());
-      if (answers && prefix.what == What::kReply) answered = calls_.Take(prefix.call);
+      if (answers && prefix.what == What::kReply && !IsLanding(prefix.call))
+        answered = calls_.Take(prefix.call);
     } else {
       if (call != nullptr && (call->expired || core_.dead())) lost = calls_.Take(prefix.call);
       if (prefix.what == What::kRequest && !core_.dead() && prefix.number == core_.last_received(lane) + 1) {
@@ -304,11 +336,12 @@ void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& 
         landing.tensors = in->tensors;
         landing.streams = in->streams;
         landing.refusal = in->refusal;
+        landing.wait = in->wait;
       }
     }
   }
   if (received && prefix.what == What::kRequest) {
-    RunRequest(in->header, std::move(in->tensors), in->streams, in->refusal);
+    RunRequest(in->header, std::move(in->tensors), in->streams, in->refusal, std::move(in->wait));
   }
   if (answered != nullptr) {
     Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), in->header,

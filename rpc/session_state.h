@@ -20,6 +20,26 @@ struct Session::PipeState {
   bool closed = false;  // Under mu_.
 };
 
+// The bytes of requests that wait for a thread to run their handler.
+struct Session::Backlog {
+  std::atomic<size_t> bytes{0};
+};
+
+// A request's share of it, until this ends; that may be after the session's end.
+class Session::BacklogWait {
+ public:
+  BacklogWait(std::shared_ptr<Backlog> backlog, size_t bytes) : backlog_(std::move(backlog)), bytes_(bytes) {
+    backlog_->bytes.fetch_add(bytes_);
+  }
+  BacklogWait(const BacklogWait&) = delete;
+  BacklogWait& operator=(const BacklogWait&) = delete;
+  ~BacklogWait() { backlog_->bytes.fetch_sub(bytes_); }
+
+ private:
+  const std::shared_ptr<Backlog> backlog_;
+  const size_t bytes_;
+};
+
 // A message whose tensors travel on their own, while they do.
 struct Session::Incoming {
   PipePtr pipe;
@@ -28,33 +48,9 @@ struct Session::Incoming {
   std::vector<at::Tensor> tensors;
   Streams streams;  // That bring those on GPUs.
   absl::Status refusal;
-  bool into_caller = false;  // Written into the caller's reply_into.
-  bool fresh = false;        // A reply that is awaited, and lands in memory of ours.
-};
-
-// The bytes of requests that wait for a thread to run their handler. A request's share ends with its Wait,
-// which may outlive the session.
-class Session::Backlog {
- public:
-  class Wait {
-   public:
-    Wait(std::shared_ptr<Backlog> backlog, size_t bytes) : backlog_(std::move(backlog)), bytes_(bytes) {
-      backlog_->bytes_.fetch_add(bytes_);
-    }
-    Wait(Wait&&) noexcept = default;
-    Wait& operator=(Wait&&) = delete;
-    ~Wait() {
-      if (backlog_ != nullptr) backlog_->bytes_.fetch_sub(bytes_);
-    }
-
-   private:
-    std::shared_ptr<Backlog> backlog_;
-    const size_t bytes_;
-  };
-  size_t bytes() const { return bytes_.load(); }
-
- private:
-  std::atomic<size_t> bytes_{0};
+  bool into_caller = false;           // Written into the caller's reply_into.
+  std::shared_ptr<BacklogWait> wait;  // Of a request.
+  bool fresh = false;                 // A reply that is awaited, and lands in memory of ours.
 };
 
 struct Session::ClientCall : PendingCall {

@@ -1,7 +1,6 @@
 #include "atoll/rpc/sink.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -16,8 +15,8 @@ namespace Atoll::rpc {
 namespace {
 
 constexpr size_t kPiece = size_t{2} << 20;
-// A process may have 65,530 mappings (vm.max_map_count). Larger sinks have larger pieces.
-constexpr size_t kMaxPieces = 1024;
+// A process may have 65,530 mappings (vm.max_map_count) in all. Larger sinks have larger pieces.
+constexpr size_t kMaxPieces = 64;
 
 size_t RoundUp(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -31,27 +30,18 @@ absl::Status NoMapping(const char* call, size_t bytes) {
 absl::StatusOr<at::Tensor> Sink(size_t bytes) {
   const size_t piece = std::max(kPiece, RoundUp(bytes / kMaxPieces, kPiece));
   const size_t mapped = RoundUp(bytes, piece);
-  const int memory = memfd_create("atoll-sink", MFD_CLOEXEC);
-  if (memory < 0) return NoMapping("memfd_create", bytes);
-  absl::Status status;
-  if (ftruncate(memory, static_cast<off_t>(piece)) != 0) status = NoMapping("ftruncate", bytes);
-  char* start = nullptr;
-  if (status.ok()) {
-    void* range = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (range == MAP_FAILED) {
-      status = NoMapping("mmap", bytes);
-    } else {
-      start = static_cast<char*>(range);
-    }
+  void* range = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) return NoMapping("mmap", bytes);
+  char* const start = static_cast<char*>(range);
+  // Shared, so that mremap of no bytes makes another view of it: without a descriptor, of which there may be none.
+  bool all =
+      mmap(start, piece, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
+  for (size_t at = piece; all && at < mapped; at += piece) {
+    all = mremap(start, 0, piece, MREMAP_MAYMOVE | MREMAP_FIXED, start + at) != MAP_FAILED;
   }
-  for (size_t at = 0; status.ok() && at < mapped; at += piece) {
-    if (mmap(start + at, piece, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memory, 0) == MAP_FAILED) {
-      status = NoMapping("mmap", bytes);
-    }
-  }
-  close(memory);
-  if (!status.ok()) {
-    if (start != nullptr) munmap(start, mapped);
+  if (!all) {
+    const absl::Status status = NoMapping("mremap", bytes);
+    munmap(start, mapped);
     return status;
   }
   return at::from_blob(

@@ -31,7 +31,7 @@
 
 namespace Atoll::rpc {
 
-inline constexpr uint32_t kWireVersion = 1;
+inline constexpr uint32_t kWireVersion = 2;
 inline constexpr size_t kPrefixBytes = 48;
 inline constexpr size_t kMaxMethodName = 128;
 inline constexpr size_t kMaxDims = 64;

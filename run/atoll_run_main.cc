@@ -19,7 +19,7 @@ using namespace Atoll::cluster;  // NOLINT: the programs' part of that folder.
 constexpr char kHelp[] =
     R"(atoll-run: becomes atoll-server where the rank is an owner's (the first --owners ranks) and
 atoll-worker elsewhere, so that one command line under any launcher starts a whole job. It takes the flags
-of both; those of workers are passed to workers only. The two programs lie beside it.
+of both, and passes each program its own. The two programs lie beside it.
 
 Two owners and two workers:
   torchrun --nproc-per-node=4 --no-python ./atoll-run --owners=2 --model=convnet --data=fashion-mnist
@@ -40,9 +40,11 @@ absl::StatusOr<std::string> OwnFolder() {
   return text.substr(0, text.rfind('/'));
 }
 
-bool IsWorkersFlag(absl::string_view argument) {
+/// Whether the program of an owner (else of a worker) has the flag of `argument`.
+bool IsFor(bool owner, absl::string_view argument) {
   const std::vector<std::string> parts = absl::StrSplit(argument.substr(2), absl::MaxSplits('=', 1));
-  return !IsCommonFlag(parts[0]);
+  const FlagGroup group = FlagGroupOf(parts[0]);
+  return group == FlagGroup::kCommon || group == (owner ? FlagGroup::kOwner : FlagGroup::kWorker);
 }
 
 }  // namespace
@@ -58,7 +60,7 @@ int main(int argc, char** argv) {
   const std::string program = absl::StrCat(*folder, is_owner ? "/atoll-server" : "/atoll-worker");
   std::vector<std::string> arguments = {program};
   for (const std::string& argument : given) {
-    if (!is_owner || !IsWorkersFlag(argument)) arguments.push_back(argument);
+    if (IsFor(is_owner, argument)) arguments.push_back(argument);
   }
   std::vector<char*> pointers;
   for (std::string& argument : arguments) pointers.push_back(argument.data());

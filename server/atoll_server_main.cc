@@ -5,16 +5,15 @@
 
 #include <ATen/Parallel.h>
 
+#include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
 #include "atoll/cluster/program.h"
 #include "atoll/server/owner.h"
 
-ABSL_FLAG(uint64_t, staging_bytes, uint64_t{1} << 30,
-          "of gradients that came in and wait to be applied, a model; beyond it pushes wait their turn");
-ABSL_FLAG(uint64_t, spare_bytes, uint64_t{256} << 20,
-          "of old values that workers still read, a model; beyond it a step waits for them");
+ABSL_DECLARE_FLAG(uint64_t, staging_bytes);
+ABSL_DECLARE_FLAG(uint64_t, spare_bytes);
 
 namespace {
 

@@ -44,6 +44,12 @@ void LifetimeCore::OnExpelled(absl::string_view reason) {
   deaths_.push_back(absl::StrCat("we are no member any more: ", reason));
 }
 
+void LifetimeCore::OnUnled(absl::string_view reason, absl::Time now) {
+  if (!owner_died_) deaths_.push_back(absl::StrCat("the job has no coordinator any more: ", reason));
+  owner_died_ = true;
+  give_up_ = std::min(give_up_, now + patience_);
+}
+
 void LifetimeCore::OnStop(absl::Time now) {
   stopping_ = true;
   give_up_ = std::min(give_up_, now + patience_);

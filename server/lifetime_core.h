@@ -34,6 +34,8 @@ class LifetimeCore {
   void OnDead(absl::string_view name, absl::string_view reason, absl::Time now);
   /// The job has declared us dead, or lost its coordinator: nobody will come or go any more.
   void OnExpelled(absl::string_view reason);
+  /// Nobody coordinates the job any more, dead or left: as the death of another owner.
+  void OnUnled(absl::string_view reason, absl::Time now);
   void OnStop(absl::Time now);
 
   Verdict At(absl::Time now) const;

@@ -57,7 +57,15 @@ struct Owner::Watch : std::enable_shared_from_this<Owner::Watch> {
     absl::MutexLock lock(&mu);
     membership.OnEvent(
         [watch = shared_from_this()](const rpc::MembershipEvent& event) { watch->OnEvent(event); });
+    membership.OnError([watch = shared_from_this()](const absl::Status& error) { watch->OnError(error); });
     for (const rpc::MemberInfo& member : membership.Members()) OnJoined(member);
+  }
+
+  void OnError(const absl::Status& error) {
+    absl::MutexLock lock(&mu);
+    if (over) return;
+    core.OnUnled(absl::StrReplaceAll(error.message(), {{"\n", " "}, {"\r", " "}}), clock.Now());
+    changed = true;
   }
 
   void OnEvent(const rpc::MembershipEvent& event) {
@@ -142,12 +150,15 @@ absl::Status Owner::Run() {
     for (const std::string& line : lines) options_.say(line);
   } while (verdict == LifetimeCore::Verdict::kServe);
   std::string what_failed;
+  bool workers_stay = false;
   {
     absl::MutexLock lock(&watch_->mu);
     what_failed = watch_->core.WhatFailed();
+    workers_stay = watch_->core.workers_here() > 0;
   }
   for (const std::string& line : DescribeShards(node_->objects())) options_.say(line);
-  const absl::Status left = node_->Stop(options_.patience);
+  // Who has had its time gets no more.
+  const absl::Status left = node_->Stop(workers_stay ? options_.patience / 4 : options_.patience);
   if (verdict == LifetimeCore::Verdict::kFailed) {
     return absl::AbortedError(absl::StrCat("the job broke: ", what_failed));
   }

@@ -159,13 +159,14 @@ absl::StatusOr<std::vector<at::Tensor>> Shard::Allocate(const base::MemberId& ca
   return std::vector<at::Tensor>{std::move(tensor)};
 }
 
-void Shard::OnPeerGone(const base::MemberId& member) {
-  serial_->Schedule([self = shared_from_this(), member] {
+void Shard::OnPeerGone(const base::MemberId& member, const absl::Status& reason) {
+  serial_->Schedule([self = shared_from_this(), member, reason] {
     std::vector<Action> actions;
     {
       absl::MutexLock lock(&self->mu_);
       self->core_.Gone(member, &actions);
     }
+    if (!reason.ok()) self->last_failure_ = absl::StrCat(member.name, ": ", reason.message());
     for (ChunkState& chunk : self->chunks_) {
       auto gone = std::stable_partition(chunk.pullers.begin(), chunk.pullers.end(),
                                         [&](const Puller& puller) { return puller.caller != member; });
@@ -256,9 +257,10 @@ void Shard::AttachLimitPassed(const base::MemberId& member) {
     if (waiter.member != member) continue;
     Reply reply = std::move(waiter.reply);
     attach_waiters_.erase(worker);
-    return reply(absl::DeadlineExceededError(
-        absl::StrCat("not all of ", arguments_.worker_count, " workers have attached to '", arguments_.model,
-                     "': missing worker ", absl::StrJoin(missing, ", worker "))));
+    return reply(absl::DeadlineExceededError(absl::StrCat(
+        "not all of ", arguments_.worker_count, " workers have attached to '", arguments_.model,
+        "': missing worker ", absl::StrJoin(missing, ", worker "),
+        last_failure_.empty() ? "" : absl::StrCat("; the last that failed is ", last_failure_))));
   }
 }
 

@@ -63,7 +63,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
                                                    absl::string_view body,
                                                    absl::Span<const rpc::TensorMeta> metas);
   /// A member died or left: rounds go on without it.
-  void OnPeerGone(const base::MemberId& member);
+  void OnPeerGone(const base::MemberId& member, const absl::Status& reason);
 
   const Layout& layout() const { return layout_; }
   /// Runs what is due at the clock's time.
@@ -161,6 +161,7 @@ class Shard : public std::enable_shared_from_this<Shard> {
   std::unique_ptr<ChunkStore> store_;
   std::vector<ChunkState> chunks_;
   std::map<int, AttachWaiter> attach_waiters_;
+  std::string last_failure_;                        // Of a member that went: perhaps why one is missing.
   std::map<int64_t, AdamOptions> round_optimizer_;  // Sync: of the open rounds, for texts.
   int chunks_to_load_ = 0;
   absl::Time timer_at_ = absl::InfiniteFuture();

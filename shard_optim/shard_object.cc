@@ -19,7 +19,7 @@ absl::StatusOr<std::vector<at::Tensor>> ShardObject::Allocate(const base::Member
 }
 
 void ShardObject::OnPeerGone(const base::MemberId& member, const absl::Status& reason) {
-  shard_->OnPeerGone(member);
+  shard_->OnPeerGone(member, reason);
 }
 
 absl::Status RegisterShardClass(rref::ObjectSpace& objects, ShardEnvironment environment) {

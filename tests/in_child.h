@@ -18,6 +18,15 @@ namespace Atoll::testing {
 /// In a child: what it leaves alone is no leak (tests/main.cc tells LeakSanitizer).
 inline bool leaks_count = true;
 
+/// AddressSanitizer's runtime takes no care of fork: a child that was forked while another thread allocated may wait
+/// for its allocator for ever. For tests whose other threads are busy meanwhile.
+#if defined(__SANITIZE_ADDRESS__)
+#define ATOLL_SKIP_IF_A_BUSY_FORK_HANGS() \
+  GTEST_SKIP() << "ATOLL_TEST_SKIPPED: AddressSanitizer's allocator may be locked in a child of fork"
+#else
+#define ATOLL_SKIP_IF_A_BUSY_FORK_HANGS()
+#endif
+
 /// Runs `body` in a child, which then ends with exit(): with 0 if the text is empty, else with 1 after it has
 /// printed it. Returns the child's end: 0, 1, or the negative number of the signal that ended it (-SIGALRM: it hung).
 inline int InChild(const std::function<std::string()>& body) {

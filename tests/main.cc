@@ -7,7 +7,10 @@
 #include "in_child.h"
 
 #if defined(__SANITIZE_ADDRESS__)
-extern "C" int __lsan_is_turned_off() { return !Atoll::testing::leaks_count; }  // NOLINT: the runtime's name.
+// Seen by the runtime, which is a library of its own.
+extern "C" __attribute__((visibility("default"))) int __lsan_is_turned_off() {
+  return !Atoll::testing::leaks_count;
+}  // NOLINT: the runtime's name.
 #endif
 
 int main(int argc, char** argv) {

@@ -73,6 +73,12 @@ def write_file(path, text):
     """The whole file or nothing; without a text only tries that it could be written."""
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A device, a pipe: written into, not replaced; a pipe without a reader is an error.
+        with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w", encoding="utf-8") as file:
+            file.write(text or "")
+        return
+    path = os.path.realpath(path)
     part = f"{path}.{os.getpid()}.part"
     try:
         with open(part, "w", encoding="utf-8") as file:

@@ -81,6 +81,15 @@ class Failures(JobTest):
         for worker in job.workers:
             self.expect_error(worker, 1, "owner")
 
+    def test_a_coordinator_told_to_end_alone_takes_all_with_it(self):
+        job = self.job(common=["--grace=4s"], worker=LONG).start().wait_training()
+        job.owners[0].signal(signal.SIGTERM)
+        self.expect_code(job.owners[0], 143)
+        self.assertNotIn("ending at once", job.owners[0].err)
+        self.expect_error(job.owners[1], 1, "coordinator")
+        for worker in job.workers:
+            self.expect_error(worker, 1, "owner0")
+
     def test_a_second_signal_ends_at_once(self):
         job = self.job(common=["--grace=1000s"], worker=LONG).start().wait_training()
         job.owners[0].signal(signal.SIGTERM)

@@ -276,7 +276,7 @@ def prefix(kind, what=0, flags=0, number=0, call=0, lowest=0):
 
 def session_hello(attempt=1):
     limits = struct.pack("<QQQ", 16 << 20, 4096, 1 << 40)
-    return prefix(1) + struct.pack("<IQQ", 1, attempt, 0) + limits + struct.pack("<II", 0, 0)
+    return prefix(1) + struct.pack("<IQQ", 2, attempt, 0) + limits + struct.pack("<II", 0, 0)
 
 
 def request(number, method, body):

@@ -165,14 +165,14 @@ class WrongJobs(JobTest):
                           f"{address}: what answers there is not an Atoll endpoint")
 
     def test_workers_with_different_models(self):
-        job = self.job(owners=1, per_worker={1: ["--model=mlp"]}).start()
+        job = self.job(owners=1, worker=["--attach_limit=5s"], per_worker={1: ["--model=mlp"]}).start()
         refused = first_to_end(job.workers)
         self.expect_error(refused, 1, "attaching the model: owner0: ", "'output.weight'", "'hidden.weight'",
                           "the worker's model 'model' is not the one of this shard")
-        # The other, whose model the owner has, waits in vain.
+        # The other, whose model the owner has, waits for one that comes with the right model, and then says why.
         other, = (worker for worker in job.workers if worker is not refused)
-        other.signal(signal.SIGTERM)
-        self.expect_code(other, 143)
+        self.expect_error(other, 1, "not all of 2 workers have attached to 'model': missing worker",
+                          "the last that failed is", "is not the one of this shard")
 
     def test_workers_with_different_learning_rates(self):
         job = self.job(owners=1, per_worker={1: ["--lr=0.5"]}).start()

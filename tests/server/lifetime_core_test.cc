@@ -91,6 +91,17 @@ TEST(LifetimeCoreTest, AnOwnersDeathGivesTheWorkersSomeTime) {
   EXPECT_EQ(core.At(kStart), Verdict::kFailed);
 }
 
+TEST(LifetimeCoreTest, ACoordinatorThatLeavesGivesTheWorkersSomeTimeToo) {
+  LifetimeCore core = TwoWorkersTwoOwners();
+  core.OnLeft("owner1");
+  EXPECT_EQ(core.At(kStart + absl::Hours(1)), Verdict::kServe);
+  core.OnUnled("it has left the job", kStart);
+  EXPECT_EQ(core.At(kStart), Verdict::kServe);
+  EXPECT_EQ(core.NextCheck(), kStart + kPatience);
+  EXPECT_EQ(core.At(kStart + kPatience), Verdict::kFailed);
+  EXPECT_THAT(core.WhatFailed(), HasSubstr("no coordinator any more: it has left the job"));
+}
+
 TEST(LifetimeCoreTest, FailedWhenWeAreNoMemberAnyMore) {
   LifetimeCore core = TwoWorkersTwoOwners();
   core.OnExpelled("silent for 10s");

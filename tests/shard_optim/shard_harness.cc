@@ -181,7 +181,8 @@ void Harness::Scatter(int chunk_index, const std::vector<float>& values,
 }
 
 void Harness::Die(int worker) {
-  for (auto& shard : shards) shard->OnPeerGone(WorkerMember(worker, lives[worker]));
+  for (auto& shard : shards)
+    shard->OnPeerGone(WorkerMember(worker, lives[worker]), absl::UnavailableError("killed"));
 }
 
 }  // namespace Atoll::shard_optim
