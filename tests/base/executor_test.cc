@@ -28,9 +28,10 @@ TEST(ThreadPool, RunsEverythingBeforeItEnds) {
 }
 
 TEST(ThreadPool, AWaitInsideAWaitCountsOnce) {
-  ThreadPool pool({.threads = 1, .max_threads = 4});
+  // Before the pool, whose tasks look at them until its end: so in all tests here.
   std::atomic<int> at_once = 0, most = 0;
   Promise<int> both;
+  ThreadPool pool({.threads = 1, .max_threads = 4});
   auto busy = [&] {
     most = std::max(most.load(), ++at_once);
     for (int i = 0; i < 1000; ++i) std::this_thread::yield();
@@ -80,9 +81,9 @@ TEST(ThreadPool, AThreadThatEndedIsNoSpare) {
 }
 
 TEST(ThreadPool, NestedWaitsWithOneThreadDoNotDeadlock) {
+  std::vector<Promise<int>> promises(51);
   ThreadPool pool({.threads = 1});
   // Each task waits for the next one: depth 50 on a pool of one thread.
-  std::vector<Promise<int>> promises(51);
   promises[50].Set(0);
   for (int i = 0; i < 50; ++i) {
     pool.Schedule([&, i] {
@@ -96,9 +97,9 @@ TEST(ThreadPool, NestedWaitsWithOneThreadDoNotDeadlock) {
 }
 
 TEST(ThreadPool, AtItsLimitAWaitIsRefusedNotADeadlock) {
-  ThreadPool pool({.threads = 1, .max_threads = 3});
   Promise<Unit> never;
   Promise<absl::StatusCode> refused;
+  ThreadPool pool({.threads = 1, .max_threads = 3});
   for (int i = 0; i < 3; ++i) {
     pool.Schedule([&] {
       absl::StatusOr<Unit> result = never.future().Wait(kHang);
@@ -129,13 +130,13 @@ struct Seen {
 };
 
 TEST(ThreadPool, ThreadsThatReplaceWaitingOnesAreKeptAndUsedAgain) {
-  ThreadPool pool({.threads = 1});
   Seen seen;
+  ThreadPool pool({.threads = 1});
   for (int i = 0; i < 200; ++i) {
     Promise<Unit> inner, outer;
-    pool.Schedule([&] {
+    pool.Schedule([&seen, &pool, inner, outer] {
       seen.Enter();
-      pool.Schedule([&] {
+      pool.Schedule([&seen, inner] {
         seen.Enter();
         seen.Exit();
         inner.Set(Unit{});
@@ -153,11 +154,11 @@ TEST(ThreadPool, ThreadsThatReplaceWaitingOnesAreKeptAndUsedAgain) {
 TEST(ThreadPool, RunsNoMoreTasksAtOneTimeThanItsThreads) {
   Seen seen;
   {
+    std::vector<Promise<Unit>> gates(6);
+    Promise<Unit> reached;
     ThreadPool pool({.threads = 2});
     // First some waits, so that spare threads exist.
-    std::vector<Promise<Unit>> gates(6);
     for (auto& gate : gates) pool.Schedule([gate] { EXPECT_TRUE(gate.future().Wait(kHang).ok()); });
-    Promise<Unit> reached;
     pool.Schedule([&] { reached.Set(Unit{}); });
     ASSERT_TRUE(reached.future().Wait(kHang).ok());
     for (auto& gate : gates) gate.Set(Unit{});
@@ -176,11 +177,13 @@ TEST(ThreadPool, RunsNoMoreTasksAtOneTimeThanItsThreads) {
 TEST(SerialExecutor, LetsOthersHaveATurn) {
   Promise<Unit> other;
   {
-    ThreadPool pool({.threads = 1});
-    auto serial = SerialExecutor::Create(&pool);
     std::atomic<bool> stop = false;
+    std::shared_ptr<SerialExecutor> serial;
+    std::function<void()> again;
+    ThreadPool pool({.threads = 1});
+    serial = SerialExecutor::Create(&pool);
     // A serial queue that never runs empty until a task outside of it has run.
-    std::function<void()> again = [&] {
+    again = [&] {
       if (!stop) serial->Schedule(again);
     };
     serial->Schedule(again);

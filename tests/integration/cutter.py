@@ -17,7 +17,8 @@ class Network:
     """All connections between one owner and one worker, and when they are cut.
 
     A cut is (direction, count): when so many bytes have gone that way since the cut before. Exactly that many get
-    through; then the connection that carried them ends, and what it had under way in both directions is lost.
+    through; then the connection that carried them ends, and what it had under way in both directions is lost. One
+    that has carried no more than `spared` bytes that way is let pass: the next of the others is cut.
     """
 
     def __init__(self, limit_s):
@@ -27,6 +28,7 @@ class Network:
         self._listeners, self._open = [], []
         self._cuts = []      # Still to come.
         self._counts = [0, 0]
+        self._spared = 0
         self.made = []       # Of each cut made: (direction, bytes that its connection had carried that way).
         self.connections = 0
 
@@ -41,9 +43,9 @@ class Network:
         threading.Thread(target=self._accept, args=(listener, target, forward), daemon=True).start()
         return own
 
-    def cut(self, cuts):
+    def cut(self, cuts, spared=0):
         with self._changed:
-            self._cuts, self._counts = list(cuts), [0, 0]
+            self._cuts, self._counts, self._spared = list(cuts), [0, 0], spared
 
     def close(self):
         for listener in self._listeners:
@@ -80,7 +82,11 @@ class Network:
             self._counts[direction] += size
             if not self._cuts or self._cuts[0][0] != direction or before + size < self._cuts[0][1]:
                 return size, 0
-            size = self._cuts.pop(0)[1] - before
+            let_through = max(self._cuts[0][1] - before, 0)
+            if carried + let_through <= self._spared:
+                return size, 0
+            size = let_through
+            self._cuts.pop(0)
             self._counts = [0, 0]
             self.made.append((direction, carried + size))
             return size, len(self.made)
