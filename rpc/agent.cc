@@ -158,7 +158,7 @@ class AgentImpl : public Agent {
       return promise.future();
     }
     auto done = [promise, hub = hub_](absl::Status status) {
-      constexpr absl::string_view kWhat = "what goes on with a one-way call";
+      static constexpr absl::string_view kWhat = "what goes on with a one-way call";
       if (status.ok()) {
         CallbackExecutor guarded(hub->executor(), kWhat);
         promise.SetOn(&guarded, base::Unit{});
