@@ -153,9 +153,12 @@ void Hub::AddPeer(Peer peer) {
     base::Incarnation known = old->peer().id.incarnation;
     if (known == peer.id.incarnation || known == base::Incarnation() ||
         peer.id.incarnation == base::Incarnation()) {
+      old->MarkAdded();
       return old->Update(peer);
     }
   }
+  // One that only came, under the same name, goes on as a visitor: it may still be told why it has no place.
+  const bool visits = old != nullptr && !old->added() && !old->dead();
   const base::Incarnation old_incarnation = old == nullptr ? base::Incarnation() : old->peer().id.incarnation;
   ForgetDeadVisitors();  // A visit that ended is no session to go on with.
   std::shared_ptr<Session> fresh;
@@ -164,9 +167,14 @@ void Hub::AddPeer(Peer peer) {
     if (replaced_.contains(peer.id.incarnation.value())) return;
     std::shared_ptr<Session>& place = sessions_[peer.id.name];
     if (place != old) return;  // Another thread was faster, and knows as much.
-    if (old != nullptr) MarkReplacedLocked(old_incarnation);
+    if (visits && visitors_.size() < kMaxVisitors) {
+      visitors_[old_incarnation.value()] = std::exchange(old, nullptr);
+    } else if (old != nullptr) {
+      MarkReplacedLocked(old_incarnation);
+    }
     place = fresh = TakeVisitorLocked(peer.id);
   }
+  fresh->MarkAdded();
   fresh->Update(peer);
   if (old != nullptr) {
     old->Die(absl::UnavailableError(absl::StrCat("it was replaced by ", peer.id.ToString())),

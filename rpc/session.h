@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -40,6 +41,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void OnAccepted(std::shared_ptr<transport::Pipe> pipe);
   /// New addresses of the same incarnation; an incarnation that was not known (0) is filled in.
   void Update(const Peer& peer);
+  /// Whether our side made it known (Agent::AddPeer), and it is not only one that came.
+  void MarkAdded() { added_.store(true); }
+  bool added() const { return added_.load(); }
   /// Connects if nothing else does, so that a dead peer is seen to be one.
   void Probe();
   Peer peer() const;
@@ -111,6 +115,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& status);
 
   const std::shared_ptr<Hub> hub_;
+  std::atomic<bool> added_{false};
 
   mutable absl::Mutex mu_;
   Peer peer_ ABSL_GUARDED_BY(mu_);

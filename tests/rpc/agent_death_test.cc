@@ -38,6 +38,27 @@ int CountText(const std::string& text, const std::string& part) {
   return count;
 }
 
+// Two processes that were started with one name: the one that has no place can still ask, and is told so.
+TEST_P(AgentDeathTest, WhoOnlyCameUnderANameMayStillAskWhenAnotherGetsIt) {
+  Agent& a = Start("a");
+  Agent& b = Start("b");
+  ServeEcho(a);
+  b.AddPeer({a.self(), a.addresses()});
+  ASSERT_TRUE(b.Call("a", {"echo"}, Body("1")).Wait(kHang).ok());
+  const base::MemberId other{"b", base::NewIncarnation()};
+  a.AddPeer({other, {"127.0.0.1:1"}});
+  EXPECT_EQ(a.FindPeer("b")->id, other);
+  absl::StatusOr<Received> reply = b.Call("a", {"echo"}, Body("2")).Wait(kHang);
+  EXPECT_TRUE(reply.ok()) << reply.status();
+  // But one that was made known is replaced for good.
+  a.AddPeer({b.self(), b.addresses()});
+  EXPECT_EQ(a.FindPeer("b")->id, b.self());
+  a.AddPeer({{"b", base::NewIncarnation()}, {"127.0.0.1:1"}});
+  CallOptions soon;
+  soon.timeout = absl::Milliseconds(50);
+  EXPECT_FALSE(b.Call("a", {"echo"}, Body("3"), soon).Wait(kHang).ok());
+}
+
 TEST_P(AgentDeathTest, AnEndWithoutAFarewellFailsItsCallsWithOneLine) {
   Agent& a = Start("a");
   Agent& b = Start("b");
