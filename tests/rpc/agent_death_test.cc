@@ -57,6 +57,7 @@ TEST_P(AgentDeathTest, WhoOnlyCameUnderANameMayStillAskWhenAnotherGetsIt) {
   CallOptions soon;
   soon.timeout = absl::Milliseconds(50);
   EXPECT_FALSE(b.Call("a", {"echo"}, Body("3"), soon).Wait(kHang).ok());
+  b.RemovePeer(a.self(), absl::OkStatus());  // Which it would try to reach to its end.
 }
 
 TEST_P(AgentDeathTest, AnEndWithoutAFarewellFailsItsCallsWithOneLine) {
