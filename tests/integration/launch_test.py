@@ -95,8 +95,7 @@ class Demo(JobTest):
             return [int(pid) for pid in file.read().split()]
 
     def test_an_interrupt_leaves_nothing_behind(self):
-        for numbers, code in (([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143),
-                              ([signal.SIGHUP, signal.SIGTERM], 129)):
+        for numbers in ([signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP, signal.SIGTERM]):
             demo = self.demo("--epochs", "1000000")
             demo.wait_line("step ")
             children = self.children(demo)
@@ -104,7 +103,8 @@ class Demo(JobTest):
             demo.signal(numbers[0])
             for again in numbers[1:]:
                 demo.process.send_signal(again)
-            self.expect_code(demo, code)
+            # Of two at once either may be seen first: each may go to another thread of the demo.
+            self.assertIn(demo.wait(), [128 + number for number in numbers], demo.transcript())
             for pid in children:
                 self.assertFalse(os.path.exists(f"/proc/{pid}"), f"process {pid} is still there")
             self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("atoll-demo")], [])
