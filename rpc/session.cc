@@ -363,9 +363,7 @@ void Session::Reject(Message& message, const absl::Status& status) {
     }
   }
   if (failed == nullptr) return;
-  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(failed), status, ran]() mutable {
-    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status, ran);
-  });
+  FailLater(std::move(failed), status, ran);
 }
 
 absl::Status Session::Post(OutMessagePtr message, bool force) {
@@ -450,10 +448,12 @@ void Session::SayBye() {
   Drain();
 }
 
+bool Session::Drained() const { return core_.drained() && calls_.one_way_count() == 0; }
+
 bool Session::AwaitDrained(absl::Duration limit) const {
   // A passer-by that told no address and went is not waited for: whoever has the key could hold us up.
   auto drained = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return core_.dead() || (core_.drained() && calls_.one_way_count() == 0) || !core_.reachable();
+    return core_.dead() || Drained() || !core_.reachable();
   };
   absl::MutexLock lock(&mu_);
   return base::AwaitFor(mu_, absl::Condition(&drained), limit);
@@ -467,7 +467,7 @@ bool Session::AwaitClosed(absl::Duration limit) const {
 
 std::string Session::Leftover() const {
   absl::MutexLock lock(&mu_);
-  if (core_.dead() || (core_.drained() && calls_.one_way_count() == 0)) return "";
+  if (core_.dead() || Drained()) return "";
   return absl::StrCat(peer_.id.ToString(), ": ", core_.unacked_count(), " messages not acknowledged, ",
                       core_.queued_count(), " not sent, ", calls_.one_way_count(),
                       " one-way calls not taken");

@@ -88,11 +88,13 @@ class Session : public std::enable_shared_from_this<Session> {
   void Reject(Message& message, const absl::Status& status);
   Destination DestinationOf(bool reply) const;
   absl::Status Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const;
+  bool Drained() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   std::string AddressText() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   // session_calls.cc: calls out, requests in.
   void Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options);
   void Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran);
+  void FailLater(std::unique_ptr<PendingCall> call, const absl::Status& status, base::Ran ran);
   void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors,
                 Streams streams);
   void Expire(std::vector<std::unique_ptr<PendingCall>> calls);

@@ -90,6 +90,13 @@ void Session::Fail(std::unique_ptr<ClientCall> call, const absl::Status& status,
   RunCallback(kOnReply, std::move(call->on_reply), std::move(explained));
 }
 
+// Where no user code may run: on the thread of failures.
+void Session::FailLater(std::unique_ptr<PendingCall> call, const absl::Status& status, base::Ran ran) {
+  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call), status, ran]() mutable {
+    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status, ran);
+  });
+}
+
 void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
   if (calls.empty()) return;
   std::vector<std::pair<std::unique_ptr<ClientCall>, base::Ran>> ended;

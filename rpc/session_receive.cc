@@ -286,9 +286,7 @@ void Session::PrepareLanding(Incoming& in) {
     }
   }
   if (mismatched == nullptr) return;
-  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(mismatched), match]() mutable {
-    self->Fail(std::move(call), match, base::Ran::kYes);
-  });
+  FailLater(std::move(mismatched), match, base::Ran::kYes);
 }
 
 // Its answer has come, and cannot be placed.
@@ -298,11 +296,7 @@ void Session::GiveUp(uint64_t id, const absl::Status& status) {
     absl::MutexLock lock(&mu_);
     call = calls_.Take(id);
   }
-  if (call == nullptr) return;
-  hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call), status]() mutable {
-    self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status,
-               base::Ran::kYes);
-  });
+  if (call != nullptr) FailLater(std::move(call), status, base::Ran::kYes);
 }
 
 void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& status) {
@@ -347,12 +341,7 @@ void Session::OnLanded(const std::shared_ptr<Incoming>& in, const absl::Status& 
     Complete(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(answered.release())), in->header,
              std::move(in->tensors), in->streams);
   }
-  if (lost != nullptr) {
-    hub_->ScheduleFailure([self = shared_from_this(), call = std::move(lost), status]() mutable {
-      self->Fail(std::unique_ptr<ClientCall>(static_cast<ClientCall*>(call.release())), status,
-                 base::Ran::kYes);
-    });
-  }
+  if (lost != nullptr) FailLater(std::move(lost), status, base::Ran::kYes);
   if (!status.ok()) {
     PipeClosed(in->pipe, status);
   } else {
