@@ -96,11 +96,6 @@ absl::Status WriteFile(const std::string& path, const std::string& text) {
   return error;
 }
 
-void WriteOut(absl::string_view text) {
-  std::fwrite(text.data(), 1, text.size(), stdout);
-  std::fflush(stdout);
-}
-
 /// All that is read before the job is joined: wrong input is refused without making others wait.
 struct Setup {
   WorkerFlags flags;
@@ -114,7 +109,7 @@ absl::StatusOr<Setup> ReadSetup() {
   ATOLL_ASSIGN_OR_RETURN(setup.flags, WorkerFlagsFromFlags());
   ATOLL_ASSIGN_OR_RETURN(setup.node, NodeFlagsFromFlags());
   ATOLL_ASSIGN_OR_RETURN(setup.report,
-                         MakeWorkerReport(setup.flags.progress, isatty(STDOUT_FILENO) == 1, WriteOut));
+                         MakeWorkerReport(setup.flags.progress, isatty(STDOUT_FILENO) == 1, PrintOut));
   ATOLL_ASSIGN_OR_RETURN(setup.launch, LaunchFromFlags(Role::kWorker));
   std::string& summary = setup.flags.summary;
   summary = absl::StrReplaceAll(summary, {{"{name}", setup.launch.launch.name}});
@@ -136,7 +131,8 @@ int Train(const std::string& who, Setup& setup, const Data& data, Model& model, 
   const Launch& launch = setup.launch.launch;
   absl::StatusOr<std::unique_ptr<Session>> session = Session::Join(launch, ToNodeOptions(setup.node));
   if (!session.ok()) {
-    return EndWithError(who, Annotate(session.status(), "cannot join the job"), kExitFailed);
+    return EndWithError(who, Annotate(session.status(), "cannot join the job"),
+                        CodeOfStart(session.status()));
   }
   auto stop = std::make_shared<std::atomic<bool>>(false);
   watch.OnSignal([stop](int) { stop->store(true); });

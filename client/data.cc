@@ -19,6 +19,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/exception_text.h"
 
 namespace Atoll::client {
 namespace {
@@ -285,8 +286,8 @@ absl::StatusOr<Data> LoadData(absl::string_view name) try {
   data->name = std::string(name);
   Measure(&*data);
   return data;
-} catch (const std::exception& error) {  // Of LibTorch: no memory for a copy.
-  return absl::ResourceExhaustedError(absl::StrCat("the data set '", name, "': ", error.what()));
+} catch (...) {  // Of LibTorch: no memory for a copy.
+  return absl::ResourceExhaustedError(absl::StrCat("the data set '", name, "': ", rpc::ExceptionText()));
 }
 
 Batch TakeBatch(const Data& data, const Dataset& from, const at::Tensor& indices) {

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "atoll/rpc/exception_text.h"
 
 namespace Atoll::client {
 namespace {
@@ -125,8 +126,9 @@ absl::StatusOr<std::unique_ptr<Model>> MakeModel(absl::string_view name, const I
     try {
       KeepDefaultRandomness keep;
       return std::make_unique<SequentialModel>(entry.make(shape), seed);
-    } catch (const std::exception& error) {  // Out of memory, in LibTorch's words.
-      return absl::ResourceExhaustedError(absl::StrCat("cannot make the model ", name, ": ", error.what()));
+    } catch (...) {  // Out of memory, in LibTorch's words.
+      return absl::ResourceExhaustedError(
+          absl::StrCat("cannot make the model ", name, ": ", rpc::ExceptionText()));
     }
   }
   return absl::NotFoundError(

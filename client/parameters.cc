@@ -10,6 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/exception_text.h"
 
 namespace Atoll::client {
 namespace {
@@ -100,8 +101,9 @@ absl::StatusOr<at::Tensor> ParameterSet::Flatten(int parameter, const at::Tensor
     at::Tensor reordered = at::empty_strided(own.sizes(), own.strides(), dense.options());
     reordered.copy_(dense);
     return MemoryOf(reordered);
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat("the gradient of '", name(parameter), "': ", error.what()));
+  } catch (...) {
+    return absl::InternalError(
+        absl::StrCat("the gradient of '", name(parameter), "': ", rpc::ExceptionText()));
   }
 }
 

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/status.h"
+#include "atoll/rpc/exception_text.h"
 
 namespace Atoll::client {
 namespace {
@@ -132,9 +133,9 @@ class Loop {
     double loss_value = 0;
     try {
       loss_value = Backward(indices);
-    } catch (const std::exception& error) {
+    } catch (...) {
       return absl::InternalError(
-          absl::StrCat("step ", summary_.steps + 1, ": the model failed: ", error.what()));
+          absl::StrCat("step ", summary_.steps + 1, ": the model failed: ", rpc::ExceptionText()));
     }
     ATOLL_ASSIGN_OR_RETURN(const StepResult result, trainer_.Step());
     ++summary_.steps;
@@ -213,8 +214,8 @@ absl::StatusOr<WorkerSummary> RunWorker(Session& session, const Data& data, Mode
   if (options.evaluate && !summary.stopped && session.worker_index() == 0) {
     try {
       summary.accuracy = Accuracy(model, data, data.test);
-    } catch (const std::exception& error) {
-      return absl::InternalError(absl::StrCat("the model failed on the test images: ", error.what()));
+    } catch (...) {
+      return absl::InternalError(absl::StrCat("the model failed on the test images: ", rpc::ExceptionText()));
     }
   }
   return summary;

@@ -194,7 +194,7 @@ absl::StatusOr<std::unique_ptr<SharedKeyFile>> EnsureJobKey(Launch& launch, cons
   if (!OnOneHost(launch)) {
     return absl::InvalidArgumentError(
         "the job has no key, and its ranks are not all on this host: give all of them the same one "
-        "(--key-file or ATOLL_KEY_FILE: a file of 16 to 4096 bytes that only you can read, made with "
+        "(--key_file or ATOLL_KEY_FILE: a file of 16 to 4096 bytes that only you can read, made with "
         "'head -c 32 /dev/urandom | base64 > key; chmod 600 key')");
   }
   ATOLL_ASSIGN_OR_RETURN(std::unique_ptr<SharedKeyFile> file,

@@ -1,9 +1,11 @@
 #include "atoll/cluster/program.h"
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -35,6 +37,17 @@ sigset_t EndingSignals() {
   return set;
 }
 
+// Standard output is one a process; the first errno that writing to it gave.
+std::atomic<int> g_output_error{0};
+
+/// A closed standard stream's number would go to the next socket, and what is printed into that. What is opened
+/// instead refuses to be used, as a closed one does.
+void KeepStandardStreams() {
+  for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+  }
+}
+
 /// Ends the process without destructors: other threads are in the middle of things.
 [[noreturn]] void EndAtOnce(absl::string_view who, absl::string_view why, int signal) {
   const std::string line = absl::StrCat(who, ": ", why, "\n");
@@ -58,10 +71,29 @@ std::string OneLine(absl::string_view text) {
   return line;
 }
 
+void PrintOut(absl::string_view text) {
+  const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
+  if (std::fflush(stdout) == 0 && written) return;
+  int none = 0;
+  g_output_error.compare_exchange_strong(none, errno);
+}
+
+int CheckOutput(absl::string_view who, int code) {
+  const int error = g_output_error.load();
+  if (error == 0 || code != kExitDone) return code;
+  return EndWithError(who, base::ErrnoStatus(error, "cannot write to standard output"), kExitFailed);
+}
+
 void SetUpProcess() {
+  KeepStandardStreams();
   const sigset_t set = EndingSignals();
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  rlimit files{};  // The soft limit is low for the sake of select(), which nothing here uses.
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+  }
   // By itself glibc raises the threshold with each large buffer that is freed, up to 32 MiB, and then keeps
   // freed gradients in the heap. A fixed threshold gives large ones back and still reuses what a step
   // allocates again and again.
@@ -76,6 +108,10 @@ int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code
   const absl::Status told = WriteTorchElasticError(absl::StrCat(who, ": ", message));
   if (!told.ok()) ATOLL_LOG(kWarning) << "torchrun is not told: " << told;
   return code;
+}
+
+ExitCode CodeOfStart(const absl::Status& error) {
+  return absl::IsInvalidArgument(error) ? kExitUsage : kExitFailed;
 }
 
 std::string SignalName(int signal) {

@@ -36,7 +36,8 @@ struct ProgramText {
 };
 
 /// What main does first: blocks the signals that SignalWatch takes (every later thread inherits that),
-/// ignores SIGPIPE, and keeps glibc from hoarding freed buffers.
+/// ignores SIGPIPE, takes as many open files as the process may have, keeps the numbers of closed standard
+/// streams from going to sockets, and glibc from hoarding freed buffers.
 void SetUpProcess();
 
 /// Reads the command line into the Abseil flags that the program links. `--help` and `--version` answer on
@@ -71,16 +72,25 @@ struct NodeFlags {
 };
 absl::StatusOr<NodeFlags> NodeFlagsFromFlags();
 
+/// Writes `text` to standard output at once.
+void PrintOut(absl::string_view text);
+/// `code`; but kExitFailed instead of kExitDone, and a line on standard error, where PrintOut could not write.
+int CheckOutput(absl::string_view who, int code);
+
 /// `text` in one line, for a terminal: other control characters are escaped.
 std::string OneLine(absl::string_view text);
+
+/// The code for an error of joining the job: kExitUsage where what was given is wrong (InvalidArgument: a --bind
+/// that is no address of this host), or else kExitFailed.
+ExitCode CodeOfStart(const absl::Status& error);
 
 /// Says on standard error, in one line, why the program `who` ("atoll-worker worker1") ends, tells torchrun
 /// too, and returns `code`.
 int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code);
 
 /// A thread that waits for SIGTERM, SIGINT and SIGHUP, which SetUpProcess has blocked; not for those that
-/// the process was started to ignore (nohup). The first asks for an end in order; a second, or `grace` without an end, ends the process at once with 128 + its number. One a
-/// process.
+/// the process was started to ignore (nohup). The first asks for an end in order; a second, or `grace` without
+/// an end, ends the process at once with 128 + its number. One a process.
 class SignalWatch {
  public:
   /// Until OnSignal is called a first signal ends the process at once: there is nothing to put in order yet.
@@ -95,8 +105,8 @@ class SignalWatch {
   void OnSignal(std::function<void(int)> ask);
   /// The first signal, or 0.
   int signal() const { return signal_.load(std::memory_order_acquire); }
-  /// `code`, or 128 + signal if one came.
-  int ExitWith(int code) const { return signal() != 0 ? 128 + signal() : code; }
+  /// What main returns: 128 + signal if one came, or else `code`, with CheckOutput.
+  int ExitWith(int code) const { return signal() != 0 ? 128 + signal() : CheckOutput(who_, code); }
 
  private:
   void Run();

@@ -113,7 +113,7 @@ void PrintHelp(const ProgramText& text) {
   absl::StrAppend(&out,
                   "\nExit codes: 0 done; 1 the job failed; 2 wrong flag, variable, file, model or data; "
                   "128+n ended by signal n.\n");
-  std::fwrite(out.data(), 1, out.size(), stdout);
+  PrintOut(out);
 }
 
 /// The environment with the flags laid over it, and which variables came from which flag.
@@ -250,11 +250,11 @@ std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& te
     const absl::string_view argument = argv[i];
     if (argument == "--help" || argument == "-h" || argument == "-help") {
       PrintHelp(text);
-      std::exit(kExitDone);
+      std::exit(CheckOutput(text.name, kExitDone));
     }
     if (argument == "--version") {
-      std::printf("%s %s\n", text.name.c_str(), ATOLL_VERSION);
-      std::exit(kExitDone);
+      PrintOut(absl::StrCat(text.name, " ", ATOLL_VERSION, "\n"));
+      std::exit(CheckOutput(text.name, kExitDone));
     }
     if (!absl::StartsWith(argument, "--") || argument.size() < 3) {
       UsageError(text, absl::StrCat("'", argument, "' is no flag: flags look like --name=value"));
@@ -282,6 +282,9 @@ std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& te
       const std::string nearest = NearestFlag(name);
       UsageError(text, absl::StrCat("there is no flag --", name,
                                     nearest.empty() ? "" : absl::StrCat("; did you mean --", nearest, "?")));
+    }
+    if (value.empty() && flag->IsOfType<std::string>()) {
+      UsageError(text, absl::StrCat("--", name, " has an empty value: leave the flag out for its default"));
     }
     std::string error;
     if (!flag->ParseFrom(value, &error)) {

@@ -1,5 +1,4 @@
 // atoll-server: one owner of a job.
-#include <cstdio>
 #include <memory>
 #include <string>
 
@@ -41,8 +40,7 @@ ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
 int Serve(const std::string& who, const FlaggedLaunch& flagged, const NodeFlags& flags, SignalWatch& watch) {
   const Launch& launch = flagged.launch;
   const auto say = [&launch](absl::string_view line) {
-    std::printf("%s: %.*s\n", launch.name.c_str(), static_cast<int>(line.size()), line.data());
-    std::fflush(stdout);
+    PrintOut(absl::StrCat(launch.name, ": ", line, "\n"));
   };
   Atoll::server::OwnerOptions options;
   options.node.lease = flags.lease;
@@ -59,7 +57,8 @@ int Serve(const std::string& who, const FlaggedLaunch& flagged, const NodeFlags&
   absl::StatusOr<std::unique_ptr<Atoll::server::Owner>> owner =
       Atoll::server::Owner::Start(launch, std::move(options));
   if (!owner.ok()) {
-    return EndWithError(who, Atoll::base::Annotate(owner.status(), "cannot start the owner"), kExitFailed);
+    return EndWithError(who, Atoll::base::Annotate(owner.status(), "cannot start the owner"),
+                        CodeOfStart(owner.status()));
   }
   watch.OnSignal([&owner](int) { (*owner)->Stop(); });
   std::string addresses;

@@ -207,8 +207,8 @@ absl::Status Shard::Compare(const ShardArguments& theirs) const {
          theirs.layout.small_parameter_bytes);
   differ("policy", PolicyText(arguments_.policy), PolicyText(theirs.policy));
   if (difference.empty()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("the worker's model '", theirs.model,
-                                                 "' is not the one of this shard ('here'): ", difference));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the worker's model '", theirs.model, "' (there) is not the one of this shard (here): ", difference));
 }
 
 void Shard::Serve(const base::MemberId& caller, Attach request, rpc::Received received, absl::Time deadline,

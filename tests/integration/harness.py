@@ -234,9 +234,11 @@ class Job:
         self.owners.append(owner)
         return owner
 
-    def start_worker(self, index, key_file=None, extra=()):
+    def start_worker(self, index, key_file=None, extra=(), redirection=""):
+        """`redirection` is the shell's: of its standard output."""
+        shell = ["sh", "-c", f'exec "$@" {redirection}', "sh"] if redirection else []
         worker = self.test.start(f"worker{index}", [
-            os.path.join(BIN, "atoll-worker"), f"--rank={self.owner_count + index}",
+            *shell, os.path.join(BIN, "atoll-worker"), f"--rank={self.owner_count + index}",
             f"--key_file={key_file or self.test.key_file}", *self.common, *self.worker_flags,
             *self.per_worker.get(index, []), *extra])
         self.workers.append(worker)

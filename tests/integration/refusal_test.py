@@ -1,11 +1,13 @@
 """Wrong input of every kind: one clear line, an exit code that is not 0, in bounded time."""
 import gzip
+import json
+import os
 import signal
 import socket
 import struct
 
 import raw_peer
-from harness import HANG_LIMIT_S, JobTest, first_to_end, free_port, run_side_by_side
+from harness import BIN, HANG_LIMIT_S, JobTest, first_to_end, free_port, run_side_by_side
 
 
 def idx_images(count, rows, columns):
@@ -94,7 +96,11 @@ class WrongJobs(JobTest):
     def test_an_address_that_is_not_ours(self):
         owner = self.program("atoll-server", "--owners=1", "--workers=1", "--bind=nosuchif0",
                              f"--coordinator=127.0.0.1:{free_port()}", f"--key_file={self.key_file}")
-        self.expect_error(owner, 1, "nosuchif0")
+        self.expect_error(owner, 2, "nosuchif0")
+        worker = self.program("atoll-worker", "--owners=1", "--workers=1", "--rank=1", "--bind=nosuchif0",
+                              "--data=synthetic", f"--coordinator=127.0.0.1:{free_port()}",
+                              f"--key_file={self.key_file}")
+        self.expect_error(worker, 2, "nosuchif0")
 
     def test_ranks_that_never_come(self):
         self.expect_error(self.job(common=["--join_limit=1s"]).start_owner(0), 1, "3 of 4 ranks did not come",
@@ -168,7 +174,7 @@ class WrongJobs(JobTest):
         job = self.job(owners=1, worker=["--attach_limit=5s"], per_worker={1: ["--model=mlp"]}).start()
         refused = first_to_end(job.workers)
         self.expect_error(refused, 1, "attaching the model: owner0: ", "'output.weight'", "'hidden.weight'",
-                          "the worker's model 'model' is not the one of this shard")
+                          "the worker's model 'model' (there) is not the one of this shard (here): ")
         # The other, whose model the owner has, waits for one that comes with the right model, and then says why.
         other, = (worker for worker in job.workers if worker is not refused)
         self.expect_error(other, 1, "not all of 2 workers have attached to 'model': missing worker",
@@ -182,6 +188,31 @@ class WrongJobs(JobTest):
         self.expect_error(job.workers[refused], 1, "owner0: push_gradient: ", "lr=0.001", "lr=0.5",
                           f"hyper-parameters were set by worker {1 - refused}; worker {refused}'s differ")
         self.assertEqual(job.workers[1 - refused].done()["fewest_contributors"], 1)
+
+
+class StandardOutput(JobTest):
+    """What cannot be said is not lost without a word."""
+
+    def test_help_that_nobody_can_read(self):
+        for redirection, why in ((">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")):
+            for program in ("atoll-server", "atoll-worker", "atoll-run"):
+                helped = self.start(program, ["sh", "-c", f'exec "$@" {redirection}', "sh",
+                                              os.path.join(BIN, program), "--help"])
+                self.expect_error(helped, 1, f"{program}: error: cannot write to standard output: {why}")
+
+    def test_a_worker_trains_on_and_says_at_its_end_that_it_was_not_heard(self):
+        job = self.job(owners=1, workers=3)
+        summary = os.path.join(self.folder, "summary.json")
+        owner = job.start_owner(0)
+        heard = job.start_worker(0)
+        full = job.start_worker(1, extra=[f"--summary={summary}"], redirection=">/dev/full")
+        closed = job.start_worker(2, redirection=">&- <&-")
+        self.expect_error(full, 1, "worker1: error: cannot write to standard output: No space left on device")
+        self.expect_error(closed, 1, "worker2: error: cannot write to standard output: Bad file descriptor")
+        for process in (heard, owner):
+            self.expect_code(process, 0)
+        with open(summary, encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["checksum"], heard.done()["checksum"])
 
 
 if __name__ == "__main__":
