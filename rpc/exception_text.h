@@ -1,4 +1,4 @@
-// What was thrown, in words that may travel and stand in a log. 
+// What was thrown, in words that may travel and stand in a log.
 #pragma once
 
 #include <string>
