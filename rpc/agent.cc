@@ -11,6 +11,7 @@
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
 #include "atoll/rpc/payload.h"
+#include "atoll/rpc/retry.h"
 #include "atoll/rpc/self_calls.h"
 #include "atoll/rpc/session.h"
 #include "atoll/rpc/user_code.h"
@@ -70,6 +71,10 @@ class AgentImpl : public Agent {
   absl::Status Register(MethodId method, Handler handler, MethodOptions options) override {
     ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Agent::Register"));
     return hub_->Register(std::move(method), std::move(handler), std::move(options));
+  }
+
+  void AddInterceptor(std::shared_ptr<Interceptor> interceptor) override {
+    if (!fork_mark_.in_child()) hub_->AddInterceptor(std::move(interceptor));
   }
 
   void AddPeer(Peer peer) override {
@@ -132,8 +137,14 @@ class AgentImpl : public Agent {
       ReturnLoansInChild(std::move(request));
       return std::move(on_reply)(ErrorInChild("Agent::Call", to, method));
     }
-    absl::Status refused;
-    if (hub_->shutting_down()) {
+    if (options.retry.has_value()) {
+      return CallWithRetry(this, to, method, std::move(request), std::move(options), std::move(on_reply));
+    }
+    OutgoingCall outgoing{to, method, /*one_way=*/false, request, options, on_reply};
+    absl::Status refused = hub_->OnCall(outgoing);
+    if (!refused.ok()) {
+      // As it is.
+    } else if (hub_->shutting_down()) {
       refused = absl::CancelledError("this agent is shut down");
     } else if (to == self().name) {
       return self_calls_->Call(method, std::move(request), std::move(options), std::move(on_reply));
@@ -167,7 +178,13 @@ class AgentImpl : public Agent {
       hub->ScheduleFailure(
           [promise, status = std::move(status)] { RunCallback(kWhat, [&] { promise.Set(status); }); });
     };
-    if (hub_->shutting_down()) {
+    CallOptions options;
+    OnReply none;
+    OutgoingCall outgoing{to, method, /*one_way=*/true, request, options, none};
+    if (absl::Status refused = hub_->OnCall(outgoing); !refused.ok()) {
+      ReturnLoans(hub_, std::move(request));
+      done(Explain(refused, to, method));
+    } else if (hub_->shutting_down()) {
       ReturnLoans(hub_, std::move(request));
       done(Explain(absl::CancelledError("this agent is shut down"), to, method));
     } else if (to == self().name) {
@@ -276,6 +293,9 @@ absl::StatusOr<std::unique_ptr<Agent>> Agent::Start(AgentOptions options) {
   }
   if (options.window_bytes == 0 || options.queue_bytes == 0 || options.backlog_bytes == 0) {
     return absl::InvalidArgumentError("window_bytes, queue_bytes and backlog_bytes must not be 0");
+  }
+  if (options.max_calls_in_flight == 0 || options.max_calls_served == 0) {
+    return absl::InvalidArgumentError("max_calls_in_flight and max_calls_served must not be 0");
   }
   if (const size_t header = options.endpoint->limits().max_header_bytes; header < kMinHeaderLimit) {
     return absl::InvalidArgumentError(absl::StrCat("an endpoint for headers of ", header,

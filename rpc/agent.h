@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <vector>
 
@@ -66,15 +67,21 @@ struct TensorMeta {
   size_t bytes() const;
 };
 
+/// What travels beside a message's content, for interceptors: a context's id, a trace. Keys are at most 64 bytes
+/// of [a-z0-9_.]; at most 64 entries and 16 KiB.
+using Metadata = std::map<std::string, std::string>;
+
 /// The content of a request or reply: plain values encoded with base::ByteWriter, and tensors.
 struct Payload {
   std::string body;
   std::vector<OutTensor> tensors;
+  Metadata metadata = {};
 };
 class Streams;
 struct Received {
   std::string body;
   std::vector<at::Tensor> tensors;
+  Metadata metadata = {};
   /// Of tensors on GPUs: the streams that bring them. A handler, and on_reply, run with these as their
   /// current streams. Whoever takes the tensors elsewhere calls OnConsumed there first.
   std::shared_ptr<const Streams> streams = nullptr;
@@ -111,7 +118,10 @@ struct ServerCall {
   MethodId method;
   Received request;
   absl::Time deadline;              ///< The caller gives up then (on our clock).
-  std::function<bool()> cancelled;  ///< The caller gave up, or died. Thread-safe.
+  std::function<bool()> cancelled;  ///< The caller gave up, died, or its deadline passed. Thread-safe.
+  /// Asked to stop when the caller gives up or dies: as CallOptions::stop of the calls that the handler makes
+  /// for this one it ends them too. Callbacks run on a loop thread: they are short, and neither wait nor throw.
+  std::stop_token stop;
   Responder responder;
 };
 /// An exception that leaves a handler is the answer: Internal, with its type and text (one printable line of
@@ -131,6 +141,18 @@ struct MethodOptions {
       allocate;
 };
 
+/// A call that could not be delivered, whose peer had its fill, or whose peer died, is made again, to whoever has
+/// the name by then. Within one life of the peer it runs at most once: a session delivers once, and only what did
+/// not run is repeated. All within the call's timeout; its tensors are on the CPU.
+struct RetryPolicy {
+  int max_attempts = 10;                                  ///< At least 1.
+  absl::Duration first_backoff = absl::Milliseconds(20);  ///< Before the second; it then doubles, up to
+  absl::Duration max_backoff = absl::Seconds(1);
+  /// It may run once more in the peer's next life, though it may have run in this one: for methods whose state
+  /// ends with the process, or that may run twice.
+  bool safe_to_repeat = false;
+};
+
 struct CallOptions {
   absl::Duration timeout = absl::Seconds(60);
   /// Where the tensors of the reply land, in order; its count, dtypes and element counts must match
@@ -140,6 +162,16 @@ struct CallOptions {
   std::vector<at::Tensor> reply_into;
   /// Runs `on_reply` on the loop thread that brought the reply, without a hop: it must be short and not wait.
   bool reply_inline = false;
+  /// Asked to stop, it ends the call with Cancelled, and the handler is told (ServerCall::stop).
+  std::stop_token stop = {};
+  /// Runs once, on a pool thread, when the peer has the request, and keeps it over any cut: it is then run once
+  /// or refused, and the reply says which. Dropped if the call ends before.
+  std::function<void()> on_received = nullptr;
+  /// Makes the call again where it failed and that may help.
+  std::optional<RetryPolicy> retry = std::nullopt;
+  /// Where the peer has its fill of calls or bytes (AgentOptions): wait in Call until there is room, at most
+  /// `timeout`, and else fail as without it. Not on a loop thread.
+  bool wait_for_room = false;
 };
 
 /// What it throws is logged, and answers the calls whose responders it held: so may a handler's work go on.
@@ -167,6 +199,8 @@ struct AgentOptions {
   size_t window_bytes = size_t{256} << 20;
   /// Bytes that may wait for window, per peer; beyond it calls fail with ResourceExhausted (ran: no).
   size_t queue_bytes = size_t{1} << 30;
+  /// Of one peer, made by us and not answered; beyond it calls fail with ResourceExhausted (ran: no).
+  size_t max_calls_in_flight = 1 << 16;
   size_t inline_bytes = 64 << 10;                      ///< Tensors up to this travel in the header.
   absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
   size_t max_calls_served = 1 << 16;  ///< Unanswered, of one peer; beyond it they are refused.
@@ -181,6 +215,30 @@ struct AgentOptions {
   std::map<std::string, std::map<int, int>> device_maps;
 };
 
+/// A call on its way out, as an interceptor sees it.
+struct OutgoingCall {
+  absl::string_view to;
+  const MethodId& method;
+  bool one_way;
+  Payload& request;
+  CallOptions& options;  ///< Without effect if one_way.
+  OnReply& on_reply;     ///< Null if one_way.
+};
+
+/// Sees every call that an agent makes or serves, its own services' and those to itself included. Thread-safe.
+/// Several run in the order in which they were added. What one throws is an error of the call.
+class Interceptor {
+ public:
+  virtual ~Interceptor() = default;
+  /// In the thread that makes the call. It may change it, and put something before its reply; an error is the
+  /// call's (ran: no).
+  virtual absl::Status OnCall(OutgoingCall& call) { return absl::OkStatus(); }
+  /// When a request is here whole, before its handler is scheduled: on a loop thread (of a call to ourselves: in
+  /// the calling thread), so it neither waits nor works long. It may change the call, and put something before
+  /// its answer (Responder::From); an error refuses it (ran: no).
+  virtual absl::Status OnServe(ServerCall& call) { return absl::OkStatus(); }
+};
+
 /// Thread-safe. The destructor is Shutdown with 5 s.
 ///
 /// It belongs to the process that made it (base/fork.h). In a child of fork calls, Meet, Register and Shutdown
@@ -193,6 +251,9 @@ class Agent {
 
   /// Serves `method` from now on. AlreadyExists if it is served.
   virtual absl::Status Register(MethodId method, Handler handler, MethodOptions options = {}) = 0;
+
+  /// From now on `interceptor` sees calls, behind those added before.
+  virtual void AddInterceptor(std::shared_ptr<Interceptor> interceptor) = 0;
 
   /// Makes a member known by its name (calls to it then connect when first needed), or replaces an
   /// older incarnation, whose calls fail (ran: maybe).
@@ -213,7 +274,7 @@ class Agent {
   /// options.reply_inline; for a failure on a thread that all failures share, so that handlers that hang hold
   /// up none: it should not wait there. Errors name peer, address, method, and whether it ran:
   /// NotFound (no such peer; no such method: ran no), DeadlineExceeded, Unavailable (peer died),
-  /// ResourceExhausted (queue full: ran no), Cancelled (shut down).
+  /// ResourceExhausted (too many calls or bytes: ran no), Cancelled (asked to stop, or shut down).
   virtual void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
                     OnReply on_reply) = 0;
   base::Future<Received> Call(absl::string_view to, const MethodId& method, Payload request,

@@ -85,38 +85,45 @@ constexpr size_t kMaxGivenUp = 1024;
 }  // namespace
 
 ServedTable::Admitted ServedTable::Admit(uint64_t call, uint64_t watermark) {
+  Admitted admitted{Admission::kUnwanted, {}, {}};
   if (watermark > watermark_) {
     watermark_ = watermark;
     while (!calls_.empty() && calls_.begin()->first < watermark_) {
-      calls_.begin()->second->store(true);
+      admitted.given_up.push_back(std::move(calls_.begin()->second));
       calls_.erase(calls_.begin());
     }
     given_up_.erase(given_up_.begin(), given_up_.lower_bound(watermark_));
   }
-  if (call < watermark_ || calls_.contains(call) || given_up_.erase(call) > 0)
-    return {Admission::kUnwanted, nullptr};
-  if (calls_.size() >= limit_) return {Admission::kFull, nullptr};
-  auto cancelled = std::make_shared<std::atomic<bool>>(false);
-  calls_.emplace(call, cancelled);
-  return {Admission::kRun, std::move(cancelled)};
+  if (call < watermark_ || calls_.contains(call) || given_up_.erase(call) > 0) return admitted;
+  if (calls_.size() >= limit_) {
+    admitted.admission = Admission::kFull;
+    return admitted;
+  }
+  admitted.admission = Admission::kRun;
+  admitted.stop = calls_[call].get_token();
+  return admitted;
 }
 
 bool ServedTable::Answer(uint64_t call) { return calls_.erase(call) > 0; }
 
-void ServedTable::Cancel(uint64_t call) {
+std::vector<std::stop_source> ServedTable::Cancel(uint64_t call) {
+  std::vector<std::stop_source> given_up;
   auto found = calls_.find(call);
   if (found != calls_.end()) {
-    found->second->store(true);
+    given_up.push_back(std::move(found->second));
     calls_.erase(found);
   } else if (call >= watermark_) {
     given_up_.insert(call);
     if (given_up_.size() > kMaxGivenUp) given_up_.erase(given_up_.begin());
   }
+  return given_up;
 }
 
-void ServedTable::CancelAll() {
-  for (auto& [id, cancelled] : calls_) cancelled->store(true);
+std::vector<std::stop_source> ServedTable::CancelAll() {
+  std::vector<std::stop_source> given_up;
+  for (auto& [id, stop] : calls_) given_up.push_back(std::move(stop));
   calls_.clear();
+  return given_up;
 }
 
 }  // namespace Atoll::rpc

@@ -6,10 +6,10 @@
 // Below that nothing is of use to anybody: such requests do not run, and such answers are not sent.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <set>
+#include <stop_token>
 #include <utility>
 #include <vector>
 
@@ -72,7 +72,6 @@ base::Ran RanUnanswered(const PendingCall& call);
 /// The calls that the other side made and that are not answered yet.
 class ServedTable {
  public:
-  using Cancelled = std::shared_ptr<std::atomic<bool>>;
   explicit ServedTable(size_t limit) : limit_(limit) {}
 
   enum class Admission {
@@ -82,19 +81,21 @@ class ServedTable {
   };
   struct Admitted {
     Admission admission;
-    Cancelled cancelled;  ///< Of kRun.
+    std::stop_token stop;  ///< Of kRun.
+    std::vector<std::stop_source> given_up;
   };
+  /// Like all below it returns those whose caller has given them up: to be asked to stop, without a lock.
   Admitted Admit(uint64_t call, uint64_t watermark);
   /// Takes it out. False if nobody waits for the answer any more.
   bool Answer(uint64_t call);
   /// The caller gave it up. That may come before the call, by the other lane: it then does not run.
-  void Cancel(uint64_t call);
-  void CancelAll();
+  std::vector<std::stop_source> Cancel(uint64_t call);
+  std::vector<std::stop_source> CancelAll();
   size_t size() const { return calls_.size(); }
 
  private:
   const size_t limit_;
-  absl::btree_map<uint64_t, Cancelled> calls_;
+  absl::btree_map<uint64_t, std::stop_source> calls_;
   // Given up and not admitted yet, or long answered: the watermark tells, in time. The newest.
   absl::btree_set<uint64_t> given_up_;
   uint64_t watermark_ = 0;

@@ -86,6 +86,39 @@ std::shared_ptr<const Method> Hub::FindMethod(const MethodId& id, std::string* w
   return nullptr;
 }
 
+// Interceptors.
+
+void Hub::AddInterceptor(std::shared_ptr<Interceptor> interceptor) {
+  absl::MutexLock lock(&mu_);
+  interceptors_.push_back(std::move(interceptor));
+  intercepted_.store(true);
+}
+
+template <class F>
+absl::Status Hub::Intercept(F see) const {
+  if (!intercepted_.load(std::memory_order_acquire)) return absl::OkStatus();
+  std::vector<std::shared_ptr<Interceptor>> interceptors;
+  {
+    absl::ReaderMutexLock lock(&mu_);
+    interceptors = interceptors_;
+  }
+  absl::Status status;
+  for (const std::shared_ptr<Interceptor>& interceptor : interceptors) {
+    absl::Status guarded = Guarded("an interceptor threw", [&] { status = see(*interceptor); });
+    if (status.ok()) status = guarded;
+    if (!status.ok()) return status;
+  }
+  return status;
+}
+
+absl::Status Hub::OnCall(OutgoingCall& call) const {
+  return Intercept([&](Interceptor& interceptor) { return interceptor.OnCall(call); });
+}
+
+absl::Status Hub::OnServe(ServerCall& call) const {
+  return Intercept([&](Interceptor& interceptor) { return interceptor.OnServe(call); });
+}
+
 Hub::Serving::~Serving() {
   if (hub_ != nullptr && hub_->serving_.fetch_sub(1) == 1 && hub_->shutting_down()) {
     absl::MutexLock lock(&hub_->served_mu_);

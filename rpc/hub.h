@@ -80,6 +80,10 @@ class Hub : public std::enable_shared_from_this<Hub> {
   /// After BeginShutdown: waits until no handler runs or is about to. False at the end of `limit`.
   bool AwaitServed(absl::Duration limit);
 
+  void AddInterceptor(std::shared_ptr<Interceptor> interceptor);
+  absl::Status OnCall(OutgoingCall& call) const;
+  absl::Status OnServe(ServerCall& call) const;
+
   /// Peers. Each name has at most one session, dead ones included.
   std::shared_ptr<Session> FindSession(absl::string_view name) const;
   std::vector<std::shared_ptr<Session>> Sessions() const;
@@ -97,6 +101,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   void Clear();
 
  private:
+  template <class F>
+  absl::Status Intercept(F see) const;
   // The session of the incarnation `id`, which becomes the one of its name: what it had as a visitor, or new.
   std::shared_ptr<Session> TakeVisitorLocked(const base::MemberId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ForgetDeadVisitors();
@@ -113,7 +119,8 @@ class Hub : public std::enable_shared_from_this<Hub> {
   const std::shared_ptr<BufferPool> buffers_;
   std::atomic<bool> shutting_down_{false};
   std::atomic<int> serving_{0};
-  absl::Mutex served_mu_;  // Guards nothing: its release makes AwaitServed look again.
+  std::atomic<bool> intercepted_{false};  // There are interceptors.
+  absl::Mutex served_mu_;                 // Guards nothing: its release makes AwaitServed look again.
 
   mutable absl::Mutex threads_mu_;
   base::ThreadPool* pool_ ABSL_GUARDED_BY(threads_mu_) = nullptr;
@@ -122,6 +129,7 @@ class Hub : public std::enable_shared_from_this<Hub> {
 
   mutable absl::Mutex mu_;
   absl::flat_hash_map<MethodId, std::shared_ptr<const Method>> methods_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::shared_ptr<Interceptor>> interceptors_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions_ ABSL_GUARDED_BY(mu_);
   // Other incarnations of a name whose session lives, by incarnation. They may call us (to ask to join, and
   // be told by whom the name is held); we call them once they have the name.

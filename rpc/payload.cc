@@ -131,14 +131,17 @@ absl::StatusOr<Prepared> Prepare(const std::shared_ptr<Hub>& hub, Payload payloa
   const AgentOptions& options = hub->options();
   const transport::MessageLimits& limits = hub->limits();
   Prepared out;
+  out.metadata = std::move(payload.metadata);
   out.body = std::move(payload.body);
   out.header_bytes = kHeaderSlack + out.body.size();
+  for (const auto& [key, value] : out.metadata) out.header_bytes += 8 + key.size() + value.size();
   // First the loans, so that every error below returns them.
   std::vector<Loan> loans;
   loans.reserve(payload.tensors.size());
   for (OutTensor& tensor : payload.tensors) {
     loans.emplace_back(hub, tensor.lent ? std::move(tensor.on_return) : nullptr);
   }
+  ATOLL_RETURN_IF_ERROR(CheckMetadata(out.metadata));
   if (payload.tensors.size() > limits.max_tensors) {
     return absl::InvalidArgumentError(
         absl::StrCat(payload.tensors.size(), " tensors in a message; the limit is ", limits.max_tensors));

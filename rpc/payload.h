@@ -2,6 +2,7 @@
 // not, which go inline, and where received ones land. Internal to rpc.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,6 +43,7 @@ void ReturnLoans(const std::shared_ptr<Hub>& hub, Payload payload);
 /// A payload made ready: contiguous, copied where it must be, split into inline tensors and those that
 /// travel on their own.
 struct Prepared {
+  Metadata metadata;
   std::string body;
   std::vector<TensorOut> fields;  ///< In order; point into `inline_tensors`.
   std::vector<at::Tensor> inline_tensors;
@@ -50,7 +52,7 @@ struct Prepared {
   Streams streams;                         ///< Of those on GPUs: they wait for what makes the tensors.
   std::vector<Loan> loans;                 ///< Of `tensors`; loans of inline ones end with `inline_loans`.
   std::vector<Loan> inline_loans;
-  size_t header_bytes = 0;  ///< At most this, for the body and the inline tensors.
+  size_t header_bytes = 0;  ///< At most this, for metadata, body and inline tensors.
   size_t tensor_bytes = 0;
 };
 /// InvalidArgument for a tensor that cannot travel (undefined, sparse, quantized) or a payload above our own
@@ -73,6 +75,7 @@ struct Message : OutMessage {
   std::vector<Loan> loans;
   bool written = false;  ///< Given to a pipe once: it may have been received. Of whoever carries out actions.
   absl::Time deadline = absl::InfiniteFuture();  ///< Of a request: what is left of its time travels with it.
+  std::function<void()> on_received;
 };
 /// InvalidArgument where `message` is above what its receiver takes.
 absl::Status CheckLimits(const Message& message, const transport::MessageLimits& limits);

@@ -1,6 +1,9 @@
 #include "atoll/rpc/self_calls.h"
 
 #include <atomic>
+#include <functional>
+#include <optional>
+#include <stop_token>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,6 +21,8 @@ struct SelfCalls::Pending {
   Streams into_streams;
   std::atomic<bool> ended{false};  // Answered, or given up.
   std::atomic<base::Timer::Id> timer{0};
+  std::stop_source stop;  // Of its handler.
+  std::optional<std::stop_callback<std::function<void()>>> on_stop;
 };
 
 namespace {
@@ -48,7 +53,7 @@ absl::Status SelfCalls::Explain(const absl::Status& status, const MethodId& meth
 }
 
 absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time deadline,
-                            std::function<bool()> cancelled, Responder& responder) {
+                            std::stop_token stop, Responder& responder) {
   const Destination destination = Here(hub_->options(), request, /*reply=*/false);
   // Everything is copied below, before this returns.
   for (OutTensor& tensor : request.tensors)
@@ -74,8 +79,12 @@ absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time 
   ATOLL_RETURN_IF_ERROR(CopyHere(prepared, call.request.tensors));
   if (!prepared.streams.empty()) call.request.streams = std::make_shared<Streams>(prepared.streams);
   call.request.body = std::move(prepared.body);
+  call.request.metadata = std::move(prepared.metadata);
   call.deadline = deadline;
-  call.cancelled = std::move(cancelled);
+  call.stop = stop;
+  call.cancelled = [stop = std::move(stop), hub = hub_, deadline] {
+    return stop.stop_requested() || hub->Now() >= deadline;
+  };
   call.responder = std::move(responder);
   if (!prepared.streams.empty()) {
     call.responder = Responder::From([streams = prepared.streams, inner = std::move(call.responder)](
@@ -84,6 +93,11 @@ absl::Status SelfCalls::Run(const MethodId& method, Payload request, absl::Time 
       if (!ordered.ok()) reply = ordered;
       std::move(inner).Reply(std::move(reply));
     });
+  }
+  const absl::Status allowed = hub_->OnServe(call);
+  if (!allowed.ok()) {
+    responder = std::move(call.responder);  // It ends behind the refusal.
+    return allowed;
   }
   hub_->Dispatch(std::move(serving), std::move(served), std::move(call));
   return absl::OkStatus();
@@ -106,17 +120,25 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
     pending->timer = hub_->At(deadline, [self, weak = std::weak_ptr<Pending>(pending)] {
       auto late = weak.lock();
       if (late == nullptr) return;
-      self->End(late, self->Explain(absl::DeadlineExceededError("no answer before the call's deadline"),
-                                    late->method, base::Ran::kMaybe));
+      self->GiveUp(late, absl::DeadlineExceededError("no answer before the call's deadline"));
     });
+    if (options.stop.stop_possible()) {
+      pending->on_stop.emplace(std::move(options.stop), [self, weak = std::weak_ptr<Pending>(pending)] {
+        if (auto stopped = weak.lock())
+          self->GiveUp(stopped, absl::CancelledError("the caller asked to stop"));
+      });
+    }
     Responder responder = Responder::From(
         [self, pending](absl::StatusOr<Payload> reply) { self->Answer(pending, std::move(reply)); });
-    status = Run(
-        method, std::move(request), deadline,
-        [pending, hub = hub_, deadline] { return pending->ended.load() || hub->Now() >= deadline; },
-        responder);
+    status = Run(method, std::move(request), deadline, pending->stop.get_token(), responder);
     // A responder that was not given away ends with this block: the refusal comes first.
-    if (!status.ok()) End(pending, Explain(status, method, base::Ran::kNo));
+    if (!status.ok()) {
+      End(pending, Explain(status, method, base::Ran::kNo));
+    } else if (options.on_received != nullptr) {
+      hub_->Schedule([on_received = std::move(options.on_received)] {
+        RunCallback("what waits for a request's arrival", on_received);
+      });
+    }
     return;
   }
   ReturnLoans(hub_, std::move(request));
@@ -157,9 +179,15 @@ void SelfCalls::Answer(const std::shared_ptr<Pending>& pending, absl::StatusOr<P
     pending->ended.store(false);
   }
   if (!landed.ok()) return End(pending, Explain(landed, pending->method, base::Ran::kYes));
+  result.metadata = std::move(prepared->metadata);
   result.body = std::move(prepared->body);
   if (!prepared->streams.empty()) result.streams = std::make_shared<Streams>(prepared->streams);
   End(pending, std::move(result));
+}
+
+void SelfCalls::GiveUp(const std::shared_ptr<Pending>& pending, const absl::Status& why) {
+  pending->stop.request_stop();
+  End(pending, Explain(why, pending->method, base::Ran::kMaybe));
 }
 
 void SelfCalls::End(const std::shared_ptr<Pending>& pending, absl::StatusOr<Received> result) {
@@ -183,8 +211,7 @@ void SelfCalls::Send(const MethodId& method, Payload request,
   Responder responder = Responder::From([hub = hub_](absl::StatusOr<Payload> reply) {
     if (reply.ok()) ReturnLoans(hub, *std::move(reply));
   });
-  absl::Status status = Run(
-      method, std::move(request), absl::InfiniteFuture(), [] { return false; }, responder);
+  absl::Status status = Run(method, std::move(request), absl::InfiniteFuture(), std::stop_token(), responder);
   std::move(on_received)(status.ok() ? status : Explain(status, method, base::Ran::kNo));
 }
 
@@ -194,7 +221,7 @@ void SelfCalls::FailAll(const absl::Status& reason) {
     absl::MutexLock lock(&mu_);
     all.assign(pending_.begin(), pending_.end());
   }
-  for (const auto& pending : all) End(pending, Explain(reason, pending->method, base::Ran::kMaybe));
+  for (const auto& pending : all) GiveUp(pending, reason);
 }
 
 }  // namespace Atoll::rpc

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <stop_token>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
@@ -23,8 +24,9 @@ class SelfCalls : public std::enable_shared_from_this<SelfCalls> {
 
  private:
   struct Pending;
-  absl::Status Run(const MethodId& method, Payload request, absl::Time deadline,
-                   std::function<bool()> cancelled, Responder& responder);
+  absl::Status Run(const MethodId& method, Payload request, absl::Time deadline, std::stop_token stop,
+                   Responder& responder);
+  void GiveUp(const std::shared_ptr<Pending>& pending, const absl::Status& why);
   void End(const std::shared_ptr<Pending>& pending, absl::StatusOr<Received> result);
   void Answer(const std::shared_ptr<Pending>& pending, absl::StatusOr<Payload> reply);
   absl::Status Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const;

@@ -8,6 +8,7 @@
 #include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/session_state.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/transport/refusal.h"
 
 namespace Atoll::rpc {
@@ -241,6 +242,13 @@ void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
       if (pipe != nullptr) PipeClosed(pipe, action.status);
       return;
     case Kind::kAcked:
+      if (auto* message = static_cast<Message*>(action.message.get());
+          message != nullptr && message->on_received) {
+        hub_->Schedule([on_received = std::exchange(message->on_received, nullptr)] {
+          RunCallback("what waits for a request's arrival", on_received);
+        });
+      }
+      return;
     case Kind::kDropped:
       return;  // Its end returns its loans: here, where no lock is held.
     case Kind::kDead:
@@ -256,6 +264,7 @@ void Session::Finish(const absl::Status& reason) {
   std::string where;
   bool notify = false;
   bool quiet = false;
+  std::vector<std::stop_source> given_up;
   std::array<Landing, 2> over;  // What half came: let go of without the lock.
   {
     absl::MutexLock lock(&mu_);
@@ -265,7 +274,7 @@ void Session::Finish(const absl::Status& reason) {
       std::swap(over[lane].streams, landings_[lane].streams);
     }
     calls = calls_.TakeAll();
-    served_.CancelAll();
+    given_up = served_.CancelAll();
     for (auto& [pipe_id, pipe] : pipes_) pipes.push_back(pipe);
     id = peer_.id;
     notify = notify_;
@@ -279,6 +288,7 @@ void Session::Finish(const absl::Status& reason) {
                         << "; calls_in_flight=" << calls.size();
   }
   for (const PipePtr& pipe : pipes) PipeClosed(pipe, reason);
+  for (std::stop_source& stop : given_up) stop.request_stop();
   // While the requests that were dropped are still there: whether they were sent.
   std::vector<std::pair<std::unique_ptr<ClientCall>, base::Ran>> ended;
   for (std::unique_ptr<PendingCall>& call : calls) {
@@ -309,7 +319,7 @@ void Session::OnTimer(absl::Time when) {
   // A reply is landing in memory that its caller gets back now: only the end of the pipe stops that.
   if (cut != nullptr)
     cut->Close(absl::DeadlineExceededError("the deadline of a call whose reply was on its way"));
-  Expire(std::move(expired));
+  End(std::move(expired), absl::DeadlineExceededError("no answer before the call's deadline"));
   Drain();
 }
 

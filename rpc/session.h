@@ -93,14 +93,18 @@ class Session : public std::enable_shared_from_this<Session> {
 
   // session_calls.cc: calls out, requests in.
   void Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options);
+  absl::Status AwaitRoom(const Payload& request, const CallOptions& options, size_t* reserved);
+  void StopCall(uint64_t id);
   void Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran);
   void FailLater(std::unique_ptr<PendingCall> call, const absl::Status& status, base::Ran ran);
   void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors,
                 Streams streams);
-  void Expire(std::vector<std::unique_ptr<PendingCall>> calls);
+  void End(std::vector<std::unique_ptr<PendingCall>> calls, const absl::Status& why);
   void RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
                   absl::Status refusal, std::shared_ptr<BacklogWait> wait = nullptr);
   void Refuse(uint64_t call, const absl::Status& status);
+  Responder ResponderOf(uint64_t id, Streams streams);
+  Responder Unheard() const;
   absl::StatusOr<std::shared_ptr<BacklogWait>> JoinBacklog(const Method& method, const Header& header) const;
 
   // session_receive.cc: messages in.
@@ -125,6 +129,8 @@ class Session : public std::enable_shared_from_this<Session> {
   SessionCore core_ ABSL_GUARDED_BY(mu_);
   CallTable calls_ ABSL_GUARDED_BY(mu_);
   ServedTable served_ ABSL_GUARDED_BY(mu_);
+  size_t reserved_calls_ ABSL_GUARDED_BY(mu_) = 0;  // By AwaitRoom, of calls that are being prepared.
+  size_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, PipePtr> pipes_ ABSL_GUARDED_BY(mu_);
   uint64_t next_pipe_ ABSL_GUARDED_BY(mu_) = 1;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;

@@ -1,7 +1,12 @@
 // Session: calls out and their ends, requests in and their answers.
+#include <atomic>
+#include <optional>
+#include <stop_token>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/rpc/session_state.h"
 #include "atoll/rpc/user_code.h"
@@ -39,12 +44,38 @@ void Session::Send(const MethodId& method, Payload request,
   Start(std::move(call), std::move(request), std::move(options));
 }
 
+// Tells the session that the caller asks to stop, whether its call is numbered by then or not.
+struct StopLink {
+  std::weak_ptr<Session> session;
+  std::atomic<uint64_t> id{0};
+  std::atomic<bool> stopped{false};
+};
+
 void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options) {
   const MethodId& method = call->method;
+  size_t reserved = 0;
   auto refuse = [&](const absl::Status& status) {
     hub_->ScheduleFailure([self = shared_from_this(), call = std::move(call), status]() mutable {
       self->Fail(std::move(call), status, base::Ran::kNo);
     });
+  };
+  call->deadline = hub_->Now() + options.timeout;
+  if (options.stop.stop_requested()) {
+    ReturnLoans(hub_, std::move(request));
+    return refuse(absl::CancelledError("the caller asked to stop"));
+  }
+  if (options.wait_for_room) {
+    absl::Status room = AwaitRoom(request, options, &reserved);
+    if (!room.ok()) {
+      ReturnLoans(hub_, std::move(request));
+      return refuse(room);
+    }
+  }
+  absl::Cleanup release = [this, &reserved] {
+    if (reserved == 0) return;
+    absl::MutexLock lock(&mu_);
+    reserved_bytes_ -= reserved;
+    --reserved_calls_;
   };
   absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request), DestinationOf(/*reply=*/false));
   if (!prepared.ok()) return refuse(prepared.status());
@@ -55,26 +86,103 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
   if (landing.ok()) landing = OrderInto(options.reply_into, &call->into_streams);
   if (!landing.ok()) return refuse(landing);
   call->reply_into = std::move(options.reply_into);
-  call->deadline = hub_->Now() + options.timeout;
-  std::string header =
-      EncodeRequest(method, options.timeout, call->one_way, prepared->body, prepared->fields);
-  bool lent = !prepared->loans.empty();
-  std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), lent);
+  std::string header = EncodeRequest(method, options.timeout, call->one_way, prepared->metadata,
+                                     prepared->body, prepared->fields);
+  bool ack_now = !prepared->loans.empty() || options.on_received != nullptr;
+  std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), ack_now);
   message->deadline = call->deadline;
+  message->on_received = std::move(options.on_received);
   call->request = message;
+  std::shared_ptr<StopLink> link;
+  if (options.stop.stop_possible()) {
+    link = std::make_shared<StopLink>();
+    link->session = weak_from_this();
+    call->on_stop.emplace(std::move(options.stop), [link] {
+      link->stopped.store(true);
+      const uint64_t id = link->id.load();
+      if (id == 0) return;
+      if (auto session = link->session.lock()) session->StopCall(id);
+    });
+  }
   absl::Status status;
   std::unique_ptr<PendingCall> refused;
+  uint64_t id = 0;
   {
     absl::MutexLock lock(&mu_);
-    uint64_t id = calls_.Add(std::move(call));
-    SetCall(message->header, id, calls_.watermark());
-    status = core_.Post(message, hub_->Now());  // It may end with the lock's scope: not inside.
-    if (!status.ok()) refused = calls_.Take(id);
+    if (calls_.size() >= hub_->options().max_calls_in_flight) {
+      status = absl::ResourceExhaustedError(
+          absl::StrCat(calls_.size(), " calls to this member are not answered yet"));
+    } else {
+      id = calls_.Add(std::move(call));
+      SetCall(message->header, id, calls_.watermark());
+      status = core_.Post(message, hub_->Now());  // It may end with the lock's scope: not inside.
+      if (!status.ok()) refused = calls_.Take(id);
+    }
   }
-  if (refused != nullptr) {
-    call.reset(static_cast<ClientCall*>(refused.release()));
-    return refuse(status);
+  if (refused != nullptr) call.reset(static_cast<ClientCall*>(refused.release()));
+  if (!status.ok()) return refuse(status);
+  Drain();
+  if (link == nullptr) return;
+  link->id.store(id);
+  if (link->stopped.load()) StopCall(id);
+}
+
+// Reserves what `request` takes, so that those that wait together do not all go at once.
+absl::Status Session::AwaitRoom(const Payload& request, const CallOptions& options, size_t* reserved) {
+  size_t bytes = kBytesARequest + request.body.size();
+  Lane lane = Lane::kControl;
+  for (const OutTensor& tensor : request.tensors) {
+    if (!tensor.tensor.defined() || tensor.tensor.layout() != at::kStrided) continue;  // Refused below.
+    bytes += tensor.tensor.nbytes();
+    if (tensor.tensor.nbytes() > hub_->options().inline_bytes) lane = Lane::kBulk;
   }
+  auto has_room = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return calls_.size() + reserved_calls_ < hub_->options().max_calls_in_flight &&
+           core_.HasRoom(lane, bytes, reserved_bytes_);
+  };
+  auto over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return core_.dead() || options.stop.stop_requested() || has_room();
+  };
+  std::optional<base::ThreadPool::BlockingScope> blocking;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!over()) blocking.emplace();
+  }
+  if (blocking.has_value() && !blocking->ok()) {
+    return absl::ResourceExhaustedError("too many threads of the pool wait already");
+  }
+  // Asked to stop, the condition is looked at again.
+  std::stop_callback wake(options.stop, [this] { absl::MutexLock look(&mu_); });
+  absl::MutexLock lock(&mu_);
+  base::AwaitFor(mu_, absl::Condition(&over), options.timeout);
+  if (core_.dead()) return core_.death();
+  if (options.stop.stop_requested()) return absl::CancelledError("the caller asked to stop");
+  if (!has_room()) return absl::DeadlineExceededError("no room for it before the call's deadline");
+  *reserved = bytes;
+  reserved_bytes_ += bytes;
+  ++reserved_calls_;
+  return absl::OkStatus();
+}
+
+void Session::StopCall(uint64_t id) {
+  std::vector<std::unique_ptr<PendingCall>> calls;
+  std::shared_ptr<transport::Pipe> cut;
+  const absl::Status why = absl::CancelledError("the caller asked to stop");
+  {
+    absl::MutexLock lock(&mu_);
+    PendingCall* call = calls_.Find(id);
+    if (call == nullptr) return;
+    if (call->landing) {
+      call->expired = true;
+      auto found = pipes_.find(core_.pipe(Lane::kBulk));
+      if (found != pipes_.end()) cut = found->second->pipe;
+    } else {
+      calls.push_back(calls_.Take(id));
+    }
+  }
+  // As at a deadline: the memory that its reply lands in is given back when that has ended.
+  if (cut != nullptr) cut->Close(why);
+  End(std::move(calls), why);
   Drain();
 }
 
@@ -97,7 +205,7 @@ void Session::FailLater(std::unique_ptr<PendingCall> call, const absl::Status& s
   });
 }
 
-void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
+void Session::End(std::vector<std::unique_ptr<PendingCall>> calls, const absl::Status& why) {
   if (calls.empty()) return;
   std::vector<std::pair<std::unique_ptr<ClientCall>, base::Ran>> ended;
   std::vector<OutMessagePtr> requests;  // Let go of without the lock: their loans end, and memory of users.
@@ -117,10 +225,8 @@ void Session::Expire(std::vector<std::unique_ptr<PendingCall>> calls) {
       ended.emplace_back(static_cast<ClientCall*>(call.release()), ran);
     }
   }
-  hub_->ScheduleFailure([self = shared_from_this(), ended = std::move(ended)]() mutable {
-    for (auto& [call, ran] : ended) {
-      self->Fail(std::move(call), absl::DeadlineExceededError("no answer before the call's deadline"), ran);
-    }
+  hub_->ScheduleFailure([self = shared_from_this(), ended = std::move(ended), why]() mutable {
+    for (auto& [call, ran] : ended) self->Fail(std::move(call), why, ran);
   });
 }
 
@@ -165,7 +271,10 @@ void Session::Complete(std::unique_ptr<ClientCall> call, const Header& header,
       result->tensors = std::move(tensors);
     }
   }
-  if (result.ok()) result->body = std::string(header.body);
+  if (result.ok()) {
+    result->body = std::string(header.body);
+    result->metadata = ToMetadata(header);
+  }
   if (result.ok() && !streams.empty()) result->streams = std::make_shared<Streams>(streams);
   if (call->reply_inline) {
     StreamScope scope(streams);
@@ -206,21 +315,19 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   const bool one_way = (header.prefix.flags & kFlagOneWay) != 0;
   const uint64_t id = header.prefix.call;
   MethodId method{std::string(header.method), header.version};
-  ServedTable::Cancelled cancelled;
+  ServedTable::Admitted admitted{ServedTable::Admission::kRun, {}, {}};
   base::MemberId caller;
   {
     absl::MutexLock lock(&mu_);
     caller = peer_.id;
-    if (!one_way) {
-      ServedTable::Admitted admitted = served_.Admit(id, header.prefix.watermark);
-      if (admitted.admission == ServedTable::Admission::kUnwanted) return;
-      if (admitted.admission == ServedTable::Admission::kFull && refusal.ok()) {
-        refusal = absl::ResourceExhaustedError(
-            absl::StrCat("it already serves ", served_.size(), " calls of this member"));
-      }
-      cancelled = std::move(admitted.cancelled);
+    if (!one_way) admitted = served_.Admit(id, header.prefix.watermark);
+    if (admitted.admission == ServedTable::Admission::kFull && refusal.ok()) {
+      refusal = absl::ResourceExhaustedError(
+          absl::StrCat("it already serves ", served_.size(), " calls of this member"));
     }
   }
+  for (std::stop_source& stop : admitted.given_up) stop.request_stop();
+  if (admitted.admission == ServedTable::Admission::kUnwanted) return;
   std::string why;
   std::shared_ptr<const Method> served;
   Hub::Serving serving = hub_->BeginServing();
@@ -249,35 +356,44 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   call.caller = std::move(caller);
   call.method = std::move(method);
   call.request.body = std::string(header.body);
+  call.request.metadata = ToMetadata(header);
   call.request.tensors = std::move(tensors);
-  absl::Time deadline = hub_->Now() + header.timeout;
-  call.deadline = deadline;
+  if (!streams.empty()) call.request.streams = std::make_shared<Streams>(streams);
+  call.deadline = hub_->Now() + header.timeout;
+  call.stop = admitted.stop;
+  call.cancelled = [stop = std::move(admitted.stop), hub = hub_, deadline = call.deadline] {
+    return stop.stop_requested() || hub->Now() >= deadline;
+  };
+  call.responder = one_way ? Unheard() : ResponderOf(id, std::move(streams));
+  const absl::Status allowed = hub_->OnServe(call);
+  if (!allowed.ok()) return Refuse(id, allowed);  // What ends with `call` finds it answered.
   if (one_way) {
     // Taken, to be run once.
-    std::string taken = EncodeReply("", {});
+    std::string taken = EncodeReply({}, "", {});
     SetCall(taken, id, 0);
     Post(MakeMessage(std::move(taken)), /*force=*/true).IgnoreError();
-    call.cancelled = [] { return false; };
-    call.responder = Responder::From([hub = hub_](absl::StatusOr<Payload> reply) {
-      if (reply.ok()) ReturnLoans(hub, *std::move(reply));
-    });
-  } else {
-    call.cancelled = [cancelled, hub = hub_, deadline] {
-      return cancelled->load() || hub->Now() >= deadline;
-    };
-    call.responder = Responder::From([self = shared_from_this(), id, streams](absl::StatusOr<Payload> reply) {
-      // The handler's work is in the reply whichever thread gives it.
-      absl::Status ordered = Guarded("ordering the reply", [&] { streams.CurrentAwait({}); });
-      if (!ordered.ok()) {
-        if (reply.ok()) ReturnLoans(self->hub_, *std::move(reply));
-        reply = ordered;
-      }
-      self->Reply(id, std::move(reply));
-    });
   }
-  if (!streams.empty()) call.request.streams = std::make_shared<Streams>(streams);
   hub_->Dispatch(std::move(serving), std::move(served), std::move(call),
                  [wait = std::move(wait)]() mutable { wait = nullptr; });
+}
+
+Responder Session::Unheard() const {
+  return Responder::From([hub = hub_](absl::StatusOr<Payload> reply) {
+    if (reply.ok()) ReturnLoans(hub, *std::move(reply));
+  });
+}
+
+Responder Session::ResponderOf(uint64_t id, Streams streams) {
+  return Responder::From(
+      [self = shared_from_this(), id, streams = std::move(streams)](absl::StatusOr<Payload> reply) {
+        // The handler's work is in the reply whichever thread gives it.
+        absl::Status ordered = Guarded("ordering the reply", [&] { streams.CurrentAwait({}); });
+        if (!ordered.ok()) {
+          if (reply.ok()) ReturnLoans(self->hub_, *std::move(reply));
+          reply = ordered;
+        }
+        self->Reply(id, std::move(reply));
+      });
 }
 
 void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {
@@ -292,7 +408,7 @@ void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {
   if (!wanted) return;
   std::shared_ptr<Message> message;
   if (prepared.ok()) {
-    std::string header = EncodeReply(prepared->body, prepared->fields);
+    std::string header = EncodeReply(prepared->metadata, prepared->body, prepared->fields);
     bool lent = !prepared->loans.empty();
     message = MakeMessage(std::move(header), *std::move(prepared), lent);
   } else {

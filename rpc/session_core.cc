@@ -29,6 +29,15 @@ std::vector<SessionCore::Action> SessionCore::TakeActions() { return std::exchan
 
 // Sending.
 
+bool SessionCore::HasRoom(Lane lane, size_t bytes, size_t reserved) const {
+  const LaneState& state = LaneOf(lane);
+  if (state.unacked.empty() && queued_bytes_ == 0 && reserved == 0) return true;
+  const size_t waiting = queued_bytes_ + reserved + bytes;
+  const bool queues = state.state != State::kOpen || !state.queue.empty();
+  return state.unacked_bytes + waiting <= options_.window_bytes &&
+         (!queues || waiting <= options_.queue_bytes);
+}
+
 bool SessionCore::Admits(const LaneState& lane, size_t bytes) const {
   return lane.unacked.empty() || lane.unacked_bytes + bytes <= options_.window_bytes;
 }

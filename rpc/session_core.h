@@ -96,6 +96,9 @@ class SessionCore {
 
   /// Queues or sends. ResourceExhausted beyond the queue's limit (not if `force`); a dead session's status.
   absl::Status Post(OutMessagePtr message, absl::Time now, bool force = false);
+  /// Whether a message of `bytes` is within the lane's window and the queue's limit, behind all that waits and
+  /// `reserved` bytes. One is always.
+  bool HasRoom(Lane lane, size_t bytes, size_t reserved) const;
   /// Lets go of `message`. True if it was never sent and never will be; else its number, if still
   /// unacknowledged, is sent again bare.
   bool Withdraw(const OutMessage* message);

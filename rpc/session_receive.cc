@@ -133,6 +133,7 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
   absl::Status status;
   SessionCore::Verdict verdict = SessionCore::Verdict::kStale;
   std::unique_ptr<PendingCall> answered;
+  std::vector<std::stop_source> given_up;
   bool early = false;
   Landing over;  // Let go of without the lock.
   {
@@ -145,11 +146,12 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
     if (status.ok() && verdict == SessionCore::Verdict::kNew && !early) {
       core_.OnReceived(pipe->lane, prefix.number, bytes, (prefix.flags & kFlagAckNow) != 0, now);
       if (prefix.what == What::kReply) answered = calls_.Take(prefix.call);
-      if (prefix.what == What::kCancel) served_.Cancel(prefix.call);
+      if (prefix.what == What::kCancel) given_up = served_.Cancel(prefix.call);
       Landing& landing = landings_[static_cast<size_t>(pipe->lane)];
       if (!landing.busy && landing.number <= prefix.number) over = std::exchange(landing, Landing());
     }
   }
+  for (std::stop_source& stop : given_up) stop.request_stop();
   if (!status.ok()) {
     Violation(pipe, status);
     return false;

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +62,7 @@ struct Session::ClientCall : PendingCall {
   std::vector<at::Tensor> reply_into;
   Streams into_streams;  // After what the caller's streams held.
   bool reply_inline = false;
+  std::optional<std::stop_callback<std::function<void()>>> on_stop;
 };
 
 }  // namespace Atoll::rpc

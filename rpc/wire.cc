@@ -7,6 +7,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
 #include "atoll/transport/endpoint.h"
@@ -52,6 +53,10 @@ void PutTensors(base::ByteWriter& out, absl::Span<const TensorOut> tensors) {
       out.PutRaw(absl::string_view(static_cast<const char*>(tensor.data), tensor.meta.bytes()));
     }
   }
+}
+
+bool ValidMetadataKey(absl::string_view key) {
+  return key.size() <= kMaxMetadataKeyBytes && ValidMethodName(key);
 }
 
 // Every dtype that is a plain array of elements; quantized and bit types travel by nobody.
@@ -111,6 +116,31 @@ void GetTensors(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Hea
   if (in.ok() && next != tensor_bytes.size()) in.Fail("fewer tensors than the pipe announced");
 }
 
+void PutMetadata(base::ByteWriter& out, const Metadata& metadata) {
+  out.Put(static_cast<uint32_t>(metadata.size()));
+  for (const auto& [key, value] : metadata) {
+    out.PutString(key);
+    out.PutString(value);
+  }
+}
+
+void GetMetadata(base::ByteReader& in, Header& header) {
+  const uint32_t count = in.GetCount(2 * sizeof(uint32_t));
+  if (count > kMaxMetadata) in.Fail("too much metadata");
+  size_t bytes = 0;
+  for (uint32_t i = 0; i < count && in.ok(); ++i) {
+    const absl::string_view key = in.GetString(kMaxMetadataKeyBytes);
+    if (in.ok() && !ValidMetadataKey(key)) in.Fail("metadata with an odd key");
+    if (in.ok() && !header.metadata.empty() && header.metadata.back().first >= key) {
+      in.Fail("metadata that is not in the order of its keys");
+    }
+    const absl::string_view value = in.GetString(kMaxMetadataBytes);
+    bytes += key.size() + value.size();
+    if (bytes > kMaxMetadataBytes) in.Fail("too much metadata");
+    header.metadata.emplace_back(key, value);
+  }
+}
+
 void GetHello(base::ByteReader& in, Hello& hello) {
   uint32_t version = in.Get<uint32_t>();
   if (in.ok() && version != kWireVersion) in.Fail("another version of the wire");
@@ -143,6 +173,7 @@ void GetRequest(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Hea
   header.method = in.GetString(kMaxMethodName);
   if (in.ok() && !ValidMethodName(header.method)) in.Fail("a method's name with odd characters");
   header.version = in.Get<uint32_t>();
+  GetMetadata(in, header);
   header.body = in.GetString(std::numeric_limits<uint32_t>::max());
   GetTensors(in, tensor_bytes, header);
 }
@@ -155,6 +186,7 @@ void GetReply(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Heade
   header.code = static_cast<absl::StatusCode>(code);
   header.ran = static_cast<base::Ran>(ran);
   header.message = in.GetString(kMaxErrorBytes);
+  GetMetadata(in, header);
   header.body = in.GetString(std::numeric_limits<uint32_t>::max());
   GetTensors(in, tensor_bytes, header);
 }
@@ -184,8 +216,10 @@ std::string EncodeHello(const Hello& hello) {
 }
 
 std::string EncodeRequest(const MethodId& method, absl::Duration timeout, bool one_way,
-                          absl::string_view body, absl::Span<const TensorOut> tensors) {
+                          const Metadata& metadata, absl::string_view body,
+                          absl::Span<const TensorOut> tensors) {
   size_t bytes = kPrefixBytes + 32 + method.name.size() + body.size();
+  for (const auto& [key, value] : metadata) bytes += 8 + key.size() + value.size();
   for (const TensorOut& tensor : tensors) {
     bytes += kMinTensorBytes + 8 * tensor.meta.sizes.size() + (tensor.data ? tensor.meta.bytes() : 0);
   }
@@ -196,17 +230,20 @@ std::string EncodeRequest(const MethodId& method, absl::Duration timeout, bool o
   out.Put<int64_t>(TimeoutField(timeout));
   out.PutString(method.name);
   out.Put(method.version);
+  PutMetadata(out, metadata);
   out.PutString(body);
   PutTensors(out, tensors);
   return std::move(out).Take();
 }
 
-std::string EncodeReply(absl::string_view body, absl::Span<const TensorOut> tensors) {
+std::string EncodeReply(const Metadata& metadata, absl::string_view body,
+                        absl::Span<const TensorOut> tensors) {
   base::ByteWriter out;
   PutPrefix(out, Kind::kData, What::kReply, 0);
   out.Put<uint32_t>(0);
   out.Put(static_cast<uint8_t>(base::Ran::kYes));
   out.PutString("");
+  PutMetadata(out, metadata);
   out.PutString(body);
   PutTensors(out, tensors);
   return std::move(out).Take();
@@ -222,6 +259,7 @@ std::string EncodeErrorReply(const absl::Status& error, base::Ran ran) {
   out.Put(code);
   out.Put(static_cast<uint8_t>(ran));
   out.PutString(error.message().substr(0, kMaxErrorBytes));
+  PutMetadata(out, {});
   out.PutString("");
   PutTensors(out, {});
   return std::move(out).Take();
@@ -292,6 +330,28 @@ absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> 
   if (in.ok() && !has_tensors && !tensor_bytes.empty()) in.Fail("tensors where none belong");
   ATOLL_RETURN_IF_ERROR(in.Finish());
   return header;
+}
+
+absl::Status CheckMetadata(const Metadata& metadata) {
+  size_t bytes = 0;
+  for (const auto& [key, value] : metadata) {
+    bytes += key.size() + value.size();
+    if (!ValidMetadataKey(key)) {
+      return absl::InvalidArgumentError(absl::StrCat("a key of metadata is at most ", kMaxMetadataKeyBytes,
+                                                     " bytes of [a-z0-9_.], and this is '",
+                                                     absl::CHexEscape(key), "'"));
+    }
+  }
+  if (metadata.size() <= kMaxMetadata && bytes <= kMaxMetadataBytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("metadata of ", metadata.size(), " entries, ", bytes,
+                                                 " bytes; a message takes ", kMaxMetadata, " and ",
+                                                 kMaxMetadataBytes));
+}
+
+Metadata ToMetadata(const Header& header) {
+  Metadata metadata;
+  for (const auto& [key, value] : header.metadata) metadata.emplace_hint(metadata.end(), key, value);
+  return metadata;
 }
 
 std::string MethodText(absl::string_view name, uint32_t version) { return absl::StrCat(name, " v", version); }

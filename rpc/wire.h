@@ -7,8 +7,9 @@
 //   hello    version u32 | attempt u64 | accepted u64 | limits (header bytes u64, tensors u64, tensor bytes u64)
 //            | addresses (count u32, strings)
 //            | device map (count u32, each: the sender's index i8 | the receiver's i8; -1 is the CPU)
-//   request  timeout in ns i64 (0: none) | method string | version u32 | body string | tensors
-//   reply    code u32 | ran u8 | message string | body string | tensors
+//   request  timeout in ns i64 (0: none) | method string | version u32 | metadata | body string | tensors
+//   reply    code u32 | ran u8 | message string | metadata | body string | tensors
+//   metadata count u32, each: key string | value string
 //   tensors  count u32, each: dtype u8 | inline u8 | device i8 | dims u8 | sizes i64... | bytes, if inline
 //            (device: the receiver's, where it lands: a GPU's index, or -1 for the CPU)
 //
@@ -31,13 +32,16 @@
 
 namespace Atoll::rpc {
 
-inline constexpr uint32_t kWireVersion = 2;
+inline constexpr uint32_t kWireVersion = 3;
 inline constexpr size_t kPrefixBytes = 48;
 inline constexpr size_t kMaxMethodName = 128;
 inline constexpr size_t kMaxDims = 64;
 inline constexpr size_t kMaxDeviceMap = 129;  ///< 128 GPUs and the CPU.
 inline constexpr size_t kMaxAddressBytes = 512;
-inline constexpr size_t kMaxErrorBytes = 64 << 10;  ///< Of an error's text: longer ones are cut.
+inline constexpr size_t kMaxMetadata = 64;             ///< Entries.
+inline constexpr size_t kMaxMetadataKeyBytes = 64;     ///< Of a key.
+inline constexpr size_t kMaxMetadataBytes = 16 << 10;  ///< Of all keys and values.
+inline constexpr size_t kMaxErrorBytes = 64 << 10;     ///< Of an error's text: longer ones are cut.
 /// Every receiver takes a header of this: a hello, an error with its text.
 inline constexpr size_t kMinHeaderLimit = 128 << 10;
 
@@ -93,14 +97,17 @@ struct Header {
   absl::StatusCode code = absl::StatusCode::kOk;  // kReply from here.
   base::Ran ran = base::Ran::kYes;
   absl::string_view message;
-  absl::string_view body;  // Both.
+  std::vector<std::pair<absl::string_view, absl::string_view>> metadata;  // Both, from here.
+  absl::string_view body;
   std::vector<TensorIn> tensors;
 };
 
 std::string EncodeHello(const Hello& hello);
 std::string EncodeRequest(const MethodId& method, absl::Duration timeout, bool one_way,
-                          absl::string_view body, absl::Span<const TensorOut> tensors);
-std::string EncodeReply(absl::string_view body, absl::Span<const TensorOut> tensors);
+                          const Metadata& metadata, absl::string_view body,
+                          absl::Span<const TensorOut> tensors);
+std::string EncodeReply(const Metadata& metadata, absl::string_view body,
+                        absl::Span<const TensorOut> tensors);
 std::string EncodeErrorReply(const absl::Status& error, base::Ran ran);
 /// A header of a prefix alone: an acknowledgement, a farewell, a cancellation, a number that carries nothing.
 std::string EncodeBare(Kind kind, What what, uint64_t call = 0);
@@ -119,6 +126,10 @@ void SetTimeout(std::string& header, absl::Duration timeout);
 /// Reads a header; `tensor_bytes` are the sizes that the pipe announced with it, which must be those of
 /// the tensors that are not inline, in order. InvalidArgument says what is wrong.
 absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> tensor_bytes);
+
+/// InvalidArgument for metadata above the limits, or with an odd key.
+absl::Status CheckMetadata(const Metadata& metadata);
+Metadata ToMetadata(const Header& header);
 
 /// "shard.push v1".
 std::string MethodText(absl::string_view name, uint32_t version);

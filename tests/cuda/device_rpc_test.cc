@@ -122,7 +122,7 @@ TEST(DeviceWireTest, MapsAndDevicesTravel) {
       empty_on_gpu{at::kHalf, {0}, c10::Device("cuda:1")};
   const char nothing = 0;
   std::string bytes =
-      EncodeRequest({"m"}, absl::Seconds(1), false, "body", {{on_gpu}, {empty_on_gpu, &nothing}});
+      EncodeRequest({"m"}, absl::Seconds(1), false, {}, "body", {{on_gpu}, {empty_on_gpu, &nothing}});
   header = Decode(bytes, {80});
   ASSERT_TRUE(header.ok()) << header.status();
   ASSERT_EQ(header->tensors.size(), 2u);
@@ -136,7 +136,7 @@ TEST(DeviceWireTest, MapsAndDevicesTravel) {
 TEST(DeviceWireTest, OddDevicesAreRefused) {
   float value = 1;
   std::string bytes =
-      EncodeRequest({"m"}, absl::Seconds(1), false, "", {{TensorMeta{at::kFloat, {1}}, &value}});
+      EncodeRequest({"m"}, absl::Seconds(1), false, {}, "", {{TensorMeta{at::kFloat, {1}}, &value}});
   ASSERT_TRUE(Decode(bytes, {}).ok());
   // device i8 | dims u8 | size i64 | value f32 are the last 14 bytes.
   for (int device : {0, 7, -2, -128}) {

@@ -191,7 +191,7 @@ TEST_P(AgentCutTest, JunkOfAnAuthenticatedPeerEndsItsPipesOnly) {
   Introduce(a, b);
   ServeEcho(b);
   std::mt19937 random(7);
-  std::string request = EncodeRequest({"echo"}, absl::Seconds(1), false, "x", {});
+  std::string request = EncodeRequest({"echo"}, absl::Seconds(1), false, {}, "x", {});
   std::vector<std::string> junk = {
       "", "x", std::string(48, '\0'), std::string(1000, '\xff'), request, EncodeHello({1, 0, {}})};
   for (int i = 0; i < 14; ++i) {

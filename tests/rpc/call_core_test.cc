@@ -96,11 +96,14 @@ TEST(ServedTable, AnswersOnceAndNobodyWhoGaveUp) {
   EXPECT_FALSE(table.Answer(1));
   auto second = table.Admit(2, 1);
   auto third = table.Admit(3, 3);  // Says that 2 is not awaited any more.
-  EXPECT_TRUE(second.cancelled->load());
+  ASSERT_EQ(third.given_up.size(), 1u);
+  EXPECT_FALSE(second.stop.stop_requested());  // It is for whoever has no lock to ask it.
+  third.given_up[0].request_stop();
+  EXPECT_TRUE(second.stop.stop_requested());
   EXPECT_FALSE(table.Answer(2));
   EXPECT_EQ(table.Admit(2, 1).admission, Admission::kUnwanted);
-  table.Cancel(3);
-  EXPECT_TRUE(third.cancelled->load());
+  for (std::stop_source& stop : table.Cancel(3)) stop.request_stop();
+  EXPECT_TRUE(third.stop.stop_requested());
   EXPECT_FALSE(table.Answer(3));
 }
 
@@ -108,16 +111,16 @@ TEST(ServedTable, WhatWasGivenUpBeforeItCameDoesNotRun) {
   ServedTable table(10);
   using Admission = ServedTable::Admission;
   EXPECT_EQ(table.Admit(1, 1).admission, Admission::kRun);
-  table.Cancel(3);  // By the control lane; the request is large and comes by the other.
+  EXPECT_TRUE(table.Cancel(3).empty());  // By the control lane; the request is large and comes by the other.
   EXPECT_EQ(table.Admit(2, 1).admission, Admission::kRun);
   EXPECT_EQ(table.Admit(3, 1).admission, Admission::kUnwanted);
   EXPECT_FALSE(table.Answer(3));
   // One that was answered long ago is remembered until the watermark says so, and no longer.
   EXPECT_TRUE(table.Answer(2));
-  table.Cancel(2);
+  EXPECT_TRUE(table.Cancel(2).empty());
   EXPECT_EQ(table.Admit(4, 4).admission, Admission::kRun);
   // The newest are kept, however many there are.
-  for (uint64_t call = 5; call < 5000; ++call) table.Cancel(call);
+  for (uint64_t call = 5; call < 5000; ++call) EXPECT_TRUE(table.Cancel(call).empty());
   EXPECT_EQ(table.Admit(4999, 4).admission, Admission::kUnwanted);
 }
 
@@ -144,7 +147,7 @@ TEST(ServedTable, HasALimit) {
   EXPECT_EQ(table.Admit(1, 1).admission, ServedTable::Admission::kRun);
   EXPECT_EQ(table.Admit(2, 1).admission, ServedTable::Admission::kRun);
   EXPECT_EQ(table.Admit(3, 1).admission, ServedTable::Admission::kFull);
-  table.CancelAll();
+  EXPECT_EQ(table.CancelAll().size(), 2u);
   EXPECT_EQ(table.Admit(4, 1).admission, ServedTable::Admission::kRun);
 }
 

@@ -13,7 +13,7 @@ std::string Request() {
   static const float kData[3] = {1, 2, 3};
   TensorOut small{{at::kFloat, {3}}, kData};
   TensorOut large{{at::kDouble, {1000, 2}}, nullptr};
-  std::string header = EncodeRequest({"shard.push", 3}, absl::Seconds(5), true, "body", {small, large});
+  std::string header = EncodeRequest({"shard.push", 3}, absl::Seconds(5), true, {}, "body", {small, large});
   SetAcks(header, {11, 12});
   SetNumber(header, 13, true);
   SetCall(header, 14, 15);
@@ -43,10 +43,10 @@ TEST(Wire, RequestsComeBack) {
 }
 
 TEST(Wire, TimeoutsWithoutEndAndOfNothing) {
-  auto forever = Decode(EncodeRequest({"m"}, absl::InfiniteDuration(), false, "", {}), {});
+  auto forever = Decode(EncodeRequest({"m"}, absl::InfiniteDuration(), false, {}, "", {}), {});
   ASSERT_TRUE(forever.ok());
   EXPECT_EQ(forever->timeout, absl::InfiniteDuration());
-  auto nothing = Decode(EncodeRequest({"m"}, -absl::Seconds(1), false, "", {}), {});
+  auto nothing = Decode(EncodeRequest({"m"}, -absl::Seconds(1), false, {}, "", {}), {});
   ASSERT_TRUE(nothing.ok());
   EXPECT_LE(nothing->timeout, absl::Nanoseconds(1));
 }
@@ -57,7 +57,7 @@ TEST(Wire, RepliesAndHellosComeBack) {
   EXPECT_EQ(error->code, absl::StatusCode::kOutOfRange);
   EXPECT_EQ(error->message, "why");
   EXPECT_EQ(error->ran, base::Ran::kNo);
-  auto reply = Decode(EncodeReply("b", {}), {});
+  auto reply = Decode(EncodeReply({}, "b", {}), {});
   ASSERT_TRUE(reply.ok());
   EXPECT_EQ(reply->code, absl::StatusCode::kOk);
   auto hello = Decode(EncodeHello({4, 5, {"unix:@x", "h:1"}}), {});
@@ -85,7 +85,7 @@ TEST(Wire, SizesThatOverflowAreRefused) {
                                      std::vector<int64_t>{-1}, std::vector<int64_t>(100, 1)}) {
     TensorOut tensor{{at::kFloat, sizes}, nullptr};
     const size_t announced[] = {4};
-    EXPECT_FALSE(Decode(EncodeReply("", {tensor}), announced).ok());
+    EXPECT_FALSE(Decode(EncodeReply({}, "", {tensor}), announced).ok());
   }
 }
 
