@@ -294,6 +294,9 @@ absl::StatusOr<std::unique_ptr<Agent>> Agent::Start(AgentOptions options) {
   if (options.window_bytes == 0 || options.queue_bytes == 0 || options.backlog_bytes == 0) {
     return absl::InvalidArgumentError("window_bytes, queue_bytes and backlog_bytes must not be 0");
   }
+  if (options.stall_limit <= absl::ZeroDuration() || options.reconnect_limit <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("stall_limit and reconnect_limit must be more than zero");
+  }
   if (options.max_calls_in_flight == 0 || options.max_calls_served == 0) {
     return absl::InvalidArgumentError("max_calls_in_flight and max_calls_served must not be 0");
   }

@@ -203,6 +203,9 @@ struct AgentOptions {
   size_t max_calls_in_flight = 1 << 16;
   size_t inline_bytes = 64 << 10;                      ///< Tensors up to this travel in the header.
   absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
+  /// A connection on which nothing that was sent is acknowledged for so long (and a second more for each 4 MiB of it)
+  /// is taken for lost, and made again. InfiniteDuration: never.
+  absl::Duration stall_limit = absl::Seconds(20);
   size_t max_calls_served = 1 << 16;  ///< Unanswered, of one peer; beyond it they are refused.
   /// Of one peer's requests that came in, one-way ones too, and wait for a thread to run their handler; beyond
   /// it they are refused (ResourceExhausted, ran: no). One is always taken.

@@ -27,6 +27,8 @@ SessionCore::Options CoreOptions(const AgentOptions& options, const Peer& peer) 
   core.window_bytes = options.window_bytes;
   core.queue_bytes = options.queue_bytes;
   core.reconnect_limit = options.reconnect_limit;
+  core.stall_limit = options.stall_limit;
+  core.greeting_limit = std::min(core.greeting_limit, options.stall_limit);
   return core;
 }
 
@@ -359,7 +361,7 @@ void Session::Reject(Message& message, const absl::Status& status) {
   const bool reply = WhatOf(message.header) == What::kReply;
   {
     absl::MutexLock lock(&mu_);
-    core_.Withdraw(&message);
+    core_.Withdraw(&message, hub_->Now());
     if (reply) {
       auto answer = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
       SetCall(answer->header, id, 0);

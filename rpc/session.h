@@ -113,6 +113,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void OnHello(const PipePtr& pipe, const Header& header);
   void OnBye();
   void Violation(const PipePtr& pipe, const absl::Status& status);
+  void TooEarly(const PipePtr& pipe, uint64_t number);
   bool OnPlainData(const PipePtr& pipe, const Header& header, size_t bytes);
   void OnTensorData(std::shared_ptr<Incoming> in);
   bool IsLanding(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

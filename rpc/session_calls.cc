@@ -214,7 +214,7 @@ void Session::End(std::vector<std::unique_ptr<PendingCall>> calls, const absl::S
     for (std::unique_ptr<PendingCall>& call : calls) {
       base::Ran ran = RanUnanswered(*call);
       if (OutMessagePtr request = call->request.lock()) {
-        if (core_.Withdraw(request.get())) ran = base::Ran::kNo;
+        if (core_.Withdraw(request.get(), hub_->Now())) ran = base::Ran::kNo;
         requests.push_back(std::move(request));
       }
       // The other side may stop its work: nobody waits for it.

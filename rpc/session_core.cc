@@ -47,7 +47,7 @@ absl::Status SessionCore::Post(OutMessagePtr message, absl::Time now, bool force
   const Lane lane = message->lane;
   LaneState& state = LaneOf(lane);
   if (state.state == State::kOpen && state.queue.empty() && Admits(state, message->bytes)) {
-    Send(lane, std::move(message));
+    Send(lane, std::move(message), now);
     return absl::OkStatus();
   }
   if (!force && queued_bytes_ > 0 && queued_bytes_ + message->bytes > options_.queue_bytes) {
@@ -67,7 +67,16 @@ absl::Status SessionCore::Post(OutMessagePtr message, absl::Time now, bool force
   return absl::OkStatus();
 }
 
-void SessionCore::Send(Lane lane, OutMessagePtr message) {
+// A pipe may be dead without a word: its host gone, a firewall that forgot it.
+void SessionCore::AwaitAck(LaneState& state, absl::Time now) const {
+  state.stalled_at = state.unacked.empty() || state.state != State::kOpen
+                         ? absl::InfiniteFuture()
+                         : now + options_.stall_limit +
+                               absl::Seconds(static_cast<double>(state.unacked_bytes) /
+                                             static_cast<double>(options_.stall_rate));
+}
+
+void SessionCore::Send(Lane lane, OutMessagePtr message, absl::Time now) {
   LaneState& state = LaneOf(lane);
   message->number = state.next_number++;
   state.unacked_bytes += message->bytes;
@@ -77,19 +86,20 @@ void SessionCore::Send(Lane lane, OutMessagePtr message) {
   action.ack_now = message->ack_now;
   action.message = std::move(message);
   action.acks = TakeAcks();
+  if (state.unacked.size() == 1) AwaitAck(state, now);
 }
 
-void SessionCore::Pump(Lane lane) {
+void SessionCore::Pump(Lane lane, absl::Time now) {
   LaneState& state = LaneOf(lane);
   while (state.state == State::kOpen && !state.queue.empty() && Admits(state, state.queue.front()->bytes)) {
     OutMessagePtr message = std::move(state.queue.front());
     state.queue.pop_front();
     queued_bytes_ -= message->bytes;
-    Send(lane, std::move(message));
+    Send(lane, std::move(message), now);
   }
 }
 
-bool SessionCore::Withdraw(const OutMessage* message) {
+bool SessionCore::Withdraw(const OutMessage* message, absl::Time now) {
   LaneState& state = LaneOf(message->lane);
   if (message->number == 0) {
     auto found = std::find_if(state.queue.begin(), state.queue.end(),
@@ -97,7 +107,7 @@ bool SessionCore::Withdraw(const OutMessage* message) {
     if (found == state.queue.end()) return true;
     queued_bytes_ -= (*found)->bytes;
     state.queue.erase(found);
-    Pump(message->lane);
+    Pump(message->lane, now);
     return true;
   }
   if (!state.unacked.empty() && message->number >= state.unacked.front().number) {
@@ -115,13 +125,15 @@ absl::Status SessionCore::OnAcks(const Acks& acks, absl::Time now) {
       return absl::InvalidArgumentError(absl::StrCat("it acknowledged message ", ack, " on ", LaneName(lane),
                                                      ", and only ", state.next_number - 1, " were sent"));
     }
+    const bool progress = !state.unacked.empty() && state.unacked.front().number <= ack;
     while (!state.unacked.empty() && state.unacked.front().number <= ack) {
       Unacked& first = state.unacked.front();
       state.unacked_bytes -= first.bytes;
       if (first.message != nullptr) Emit(Action::Kind::kAcked, lane).message = std::move(first.message);
       state.unacked.pop_front();
     }
-    Pump(lane);
+    if (progress) AwaitAck(state, now);
+    Pump(lane, now);
   }
   return absl::OkStatus();
 }
@@ -306,7 +318,8 @@ void SessionCore::Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, abs
     action.ack_now = unacked.message != nullptr && unacked.message->ack_now;
     action.acks = TakeAcks();
   }
-  Pump(lane);
+  AwaitAck(state, now);
+  Pump(lane, now);
 }
 
 void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Time now) {
@@ -314,6 +327,7 @@ void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Ti
   for (Lane lane : kLanes) {
     LaneState& state = LaneOf(lane);
     if (state.pipe != pipe) continue;
+    state.stalled_at = absl::InfiniteFuture();
     if (state.state == State::kGreeting) {
       state.backoff = state.backoff == absl::ZeroDuration()
                           ? options_.first_backoff
@@ -334,7 +348,8 @@ void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Ti
 absl::Time SessionCore::NextTimer() const {
   if (dead_) return absl::InfiniteFuture();
   absl::Time next = ack_at_;
-  for (const LaneState& lane : lanes_) next = std::min({next, lane.retry_at, lane.give_up_at});
+  for (const LaneState& lane : lanes_)
+    next = std::min({next, lane.retry_at, lane.give_up_at, lane.stalled_at});
   return next;
 }
 
@@ -348,6 +363,13 @@ void SessionCore::OnTimer(absl::Time now) {
                                               absl::FormatDuration(options_.reconnect_limit),
                                               "; the last attempt: ", state.last_error.message())));
       return;
+    }
+    if (state.stalled_at <= now) {
+      absl::Status status = absl::DeadlineExceededError(
+          absl::StrCat("it has acknowledged nothing for ", absl::FormatDuration(options_.stall_limit),
+                       ", of ", state.unacked.size(), " messages with ", state.unacked_bytes, " bytes"));
+      Emit(Action::Kind::kClose, lane).status = status;
+      OnPipeClosed(state.pipe, status, now);
     }
     if (state.retry_at > now) continue;
     if (state.state == State::kBackoff) {
@@ -383,7 +405,7 @@ void SessionCore::Die(absl::Status status) {
     state.unacked_bytes = 0;
     state.pipe = 0;
     state.state = State::kIdle;
-    state.retry_at = state.give_up_at = absl::InfiniteFuture();
+    state.retry_at = state.give_up_at = state.stalled_at = absl::InfiniteFuture();
   }
   queued_bytes_ = 0;
   ack_at_ = absl::InfiniteFuture();
@@ -425,6 +447,9 @@ void SessionCore::CheckInvariants() const {
     ATOLL_CHECK((lane.pipe != 0) == (lane.state == State::kGreeting || lane.state == State::kOpen));
     bool wanted = lane.state != State::kIdle && lane.state != State::kOpen;
     ATOLL_CHECK(wanted == (lane.give_up_at != absl::InfiniteFuture())) << "a limit is missing";
+    ATOLL_CHECK((lane.state == State::kOpen && !lane.unacked.empty()) ==
+                (lane.stalled_at != absl::InfiniteFuture()))
+        << "nobody watches what is not acknowledged";
     ATOLL_CHECK(lane.queue.empty() || lane.state != State::kIdle || leaving_) << "nobody connects";
     ATOLL_CHECK(lane.queue.empty() || lane.state != State::kOpen || !lane.unacked.empty()) << "stuck";
   }

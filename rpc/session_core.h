@@ -57,7 +57,11 @@ class SessionCore {
     absl::Duration first_backoff = absl::Milliseconds(20);  ///< Doubled up to last_backoff.
     absl::Duration last_backoff = absl::Seconds(2);
     absl::Duration passive_wait = absl::Milliseconds(150);  ///< The side that accepted lets the other try.
-    int refusals = 2;                                       ///< Connections refused in a row that mean death.
+    /// A pipe on which nothing of what was sent is acknowledged for so long, and what its bytes take at
+    /// stall_rate, is taken for lost, and closed.
+    absl::Duration stall_limit = absl::Seconds(20);
+    size_t stall_rate = 4 << 20;  ///< Bytes a second.
+    int refusals = 2;             ///< Connections refused in a row that mean death.
   };
 
   /// Why a connection could not be made.
@@ -101,7 +105,7 @@ class SessionCore {
   bool HasRoom(Lane lane, size_t bytes, size_t reserved) const;
   /// Lets go of `message`. True if it was never sent and never will be; else its number, if still
   /// unacknowledged, is sent again bare.
-  bool Withdraw(const OutMessage* message);
+  bool Withdraw(const OutMessage* message, absl::Time now);
 
   void OnConnected(Lane lane, uint64_t attempt, PipeId pipe, absl::Time now);
   void OnConnectFailed(Lane lane, uint64_t attempt, Failure failure, absl::Status status, absl::Time now);
@@ -177,6 +181,7 @@ class SessionCore {
     uint64_t next_number = 1;
     std::deque<Unacked> unacked;
     size_t unacked_bytes = 0;
+    absl::Time stalled_at = absl::InfiniteFuture();  // While it is open and something is not acknowledged.
     std::deque<OutMessagePtr> queue;
 
     uint64_t last_received = 0;
@@ -189,9 +194,10 @@ class SessionCore {
   void Connect(Lane lane, absl::Time now);
   void Backoff(Lane lane, absl::Duration wait, absl::Status error, absl::Time now);
   void Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, absl::Time now);
-  void Pump(Lane lane);
+  void Pump(Lane lane, absl::Time now);
+  void AwaitAck(LaneState& state, absl::Time now) const;
   bool Admits(const LaneState& lane, size_t bytes) const;
-  void Send(Lane lane, OutMessagePtr message);
+  void Send(Lane lane, OutMessagePtr message, absl::Time now);
   void Greet(Lane lane);
   void Acknowledge();
   Acks TakeAcks();

@@ -45,9 +45,11 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
   }
   if (!header.ok()) return Violation(pipe, header.status());
   const Prefix& prefix = header->prefix;
-  if (pipe->greeted.load() == (prefix.kind == Kind::kHello)) {
-    return Violation(pipe,
-                     absl::InvalidArgumentError("the first message of a pipe, and no other, is a hello"));
+  if (!pipe->greeted.load() && prefix.kind != Kind::kHello) {
+    return PipeClosed(pipe, absl::DataLossError("the first message of a pipe is a hello: it was lost"));
+  }
+  if (pipe->greeted.load() && prefix.kind == Kind::kHello) {
+    return Violation(pipe, absl::InvalidArgumentError("a second hello on one pipe"));
   }
   switch (prefix.kind) {
     case Kind::kHello:
@@ -123,6 +125,13 @@ void Session::Violation(const PipePtr& pipe, const absl::Status& status) {
   if (count >= kMaxViolations) Die(reason, /*notify=*/true, /*quiet=*/false);
 }
 
+// What is between was lost on the way, and comes again with the next pipe.
+void Session::TooEarly(const PipePtr& pipe, uint64_t number) {
+  if (number == 0) return Violation(pipe, absl::InvalidArgumentError("a message without a number"));
+  PipeClosed(pipe,
+             absl::DataLossError(absl::StrCat("message ", number, " came too early: others were lost")));
+}
+
 bool Session::IsLanding(uint64_t id) {
   const PendingCall* call = calls_.Find(id);
   return call != nullptr && call->landing;
@@ -165,7 +174,7 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
       Drain();
       return false;
     case SessionCore::Verdict::kGap:
-      Violation(pipe, absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early")));
+      TooEarly(pipe, prefix.number);
       return false;
     case SessionCore::Verdict::kDuplicate:
       break;
@@ -192,11 +201,8 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
     heard_ = hub_->Now();
     status = core_.OnAcks(prefix.acks, heard_);
     verdict = core_.OnAnnounced(in->pipe->id, lane, prefix.number);
-    if (verdict == SessionCore::Verdict::kGap) {
-      status = absl::InvalidArgumentError(absl::StrCat("message ", prefix.number, " came too early"));
-    }
     Landing& landing = landings_[static_cast<size_t>(lane)];
-    if (status.ok() && verdict != SessionCore::Verdict::kStale) {
+    if (status.ok() && verdict != SessionCore::Verdict::kStale && verdict != SessionCore::Verdict::kGap) {
       waits = landing.busy;
       landing.busy = true;
       if (waits) {
@@ -216,6 +222,7 @@ void Session::OnTensorData(std::shared_ptr<Incoming> in) {
   }
   if (verdict == SessionCore::Verdict::kStale || waits) return Drain();
   if (!status.ok()) return Violation(in->pipe, status);
+  if (verdict == SessionCore::Verdict::kGap) return TooEarly(in->pipe, prefix.number);
   const bool repeated = verdict == SessionCore::Verdict::kDuplicate;
   absl::Status streamed = AddStreams(in->header.tensors, &in->streams);
   if (streamed.ok() && in->tensors.empty() && !repeated) PrepareLanding(*in);

@@ -375,7 +375,8 @@ class Decoder {
       case Type::kList:
         return c10::ListType::create(GetType(depth + 1));
       case Type::kOptional:
-        return c10::OptionalType::create(GetType(depth + 1));
+        return c10::OptionalType::get(
+            GetType(depth + 1));  // The one that isOptionalTensorList compares with.
       case Type::kDict: {
         const c10::TypePtr key = GetKeyType(depth + 1);
         return c10::DictType::create(key, GetType(depth + 1));
@@ -408,8 +409,10 @@ class Decoder {
 
   c10::IValue GetOf(const c10::Type& type, int depth) {
     c10::IValue value = Get(depth);
-    if (in_.ok() && !value.type()->isSubtypeOf(type))
-      in_.Fail("an element that is not of its container's type");
+    if (!in_.ok()) return value;
+    // An undefined tensor has no type of its own.
+    const c10::TypePtr own = value.isTensor() ? c10::TypePtr(c10::TensorType::get()) : value.type();
+    if (!own->isSubtypeOf(type)) in_.Fail("an element that is not of its container's type");
     return value;
   }
 

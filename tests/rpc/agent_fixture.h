@@ -113,6 +113,7 @@ class AgentTest : public ::testing::TestWithParam<AgentSetup> {
   Agent& Start(const std::string& name, AgentOptions options) {
     options.self = {name, base::NewIncarnation()};
     options.endpoint = NewEndpoint(options.self);
+    if (wrap_) options.endpoint = wrap_(std::move(options.endpoint));
     auto agent = Agent::Start(options);
     EXPECT_TRUE(agent.ok()) << agent.status();
     agents_[name] = *std::move(agent);
@@ -164,6 +165,8 @@ class AgentTest : public ::testing::TestWithParam<AgentSetup> {
   }
 
   std::shared_ptr<FakeNetwork> network_ = FakeNetwork::Create();
+  // Of the endpoints that are made from now on: what stands before them.
+  std::function<std::shared_ptr<transport::Endpoint>(std::shared_ptr<transport::Endpoint>)> wrap_;
   transport::MessageLimits limits_;  // Of the endpoints that are made from now on.
   Parked parked_;                    // Outlives the agents, whose handlers fill it.
   std::map<std::string, std::unique_ptr<Agent>> agents_;

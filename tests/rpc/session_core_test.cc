@@ -104,7 +104,7 @@ TEST_F(OneCore, AcknowledgementsAreDelayedOrForced) {
   Post(10);
   std::vector<Action> actions = Take();
   EXPECT_EQ(actions[0].acks[0], 1u);
-  EXPECT_EQ(core_.NextTimer(), absl::InfiniteFuture());
+  EXPECT_GE(core_.NextTimer(), now_ + options_.stall_limit);
   EXPECT_TRUE(core_.OnReceived(Lane::kControl, 2, 10, false, now_));
   core_.OnTimer(now_ + options_.ack_delay);
   actions = Take();
@@ -117,14 +117,48 @@ TEST_F(OneCore, AcknowledgementsAreDelayedOrForced) {
   EXPECT_EQ(Count(Take(), Action::Kind::kAck), 1);
 }
 
+TEST_F(OneCore, APipeThatAcknowledgesNothingIsMadeAnew) {
+  Open();
+  EXPECT_EQ(core_.NextTimer(), absl::InfiniteFuture());
+  const size_t bytes = 2 * options_.stall_rate;  // Two seconds more.
+  Post(bytes);
+  const absl::Time limit = now_ + options_.stall_limit + absl::Seconds(2);
+  EXPECT_EQ(core_.NextTimer(), limit);
+  // More of it asks for no earlier answer; an acknowledgement begins anew.
+  now_ += options_.stall_limit;
+  Post(10);
+  EXPECT_EQ(core_.NextTimer(), limit);
+  ASSERT_TRUE(core_.OnAcks({1, 0}, now_).ok());
+  Take();
+  const absl::Time next = core_.NextTimer();
+  EXPECT_GE(next, now_ + options_.stall_limit);
+  EXPECT_LT(next, now_ + options_.stall_limit + absl::Seconds(1));
+  core_.OnTimer(next - absl::Nanoseconds(1));
+  EXPECT_EQ(Count(Take(), Action::Kind::kClose), 0);
+  core_.OnTimer(next);
+  const std::vector<Action> actions = Take();
+  ASSERT_EQ(Count(actions, Action::Kind::kClose), 1);
+  for (const Action& action : actions) {
+    if (action.kind == Action::Kind::kClose) EXPECT_TRUE(absl::IsDeadlineExceeded(action.status));
+  }
+  EXPECT_FALSE(core_.dead());
+  EXPECT_FALSE(core_.open(Lane::kControl));
+  EXPECT_EQ(core_.unacked_count(), 1u);
+  // Once all is acknowledged nothing is watched.
+  core_.OnHello(9, Lane::kControl, false, Hello{100, 0, {}}, {2, 0}, next);
+  Take();
+  EXPECT_TRUE(core_.drained());
+  EXPECT_EQ(core_.NextTimer(), absl::InfiniteFuture());
+}
+
 TEST_F(OneCore, WithdrawnMessagesLeaveNoGap) {
   auto unsent = Post(10);
-  EXPECT_TRUE(core_.Withdraw(unsent.get()));
+  EXPECT_TRUE(core_.Withdraw(unsent.get(), now_));
   Open();
   auto first = Post(10);
   auto second = Post(10);
   Take();
-  EXPECT_FALSE(core_.Withdraw(first.get()));
+  EXPECT_FALSE(core_.Withdraw(first.get(), now_));
   core_.OnPipeClosed(7, absl::UnavailableError("cut"), now_);
   core_.OnHello(9, Lane::kControl, false, Hello{100, 0, {}}, {0, 0}, now_);
   std::vector<std::pair<uint64_t, bool>> writes;
@@ -134,7 +168,7 @@ TEST_F(OneCore, WithdrawnMessagesLeaveNoGap) {
   EXPECT_EQ(writes, (std::vector<std::pair<uint64_t, bool>>{{1, false}, {2, true}}));
   ASSERT_TRUE(core_.OnAcks({2, 0}, now_).ok());
   EXPECT_TRUE(core_.drained());
-  EXPECT_FALSE(core_.Withdraw(second.get()));
+  EXPECT_FALSE(core_.Withdraw(second.get(), now_));
 }
 
 TEST(SessionCore, WithoutAPipeAndAnAddressThePeerIsOutOfReach) {

@@ -40,6 +40,9 @@ class GateAgent : public rpc::Agent {
   absl::Status Register(rpc::MethodId method, rpc::Handler handler, rpc::MethodOptions options) override {
     return agent_->Register(std::move(method), std::move(handler), std::move(options));
   }
+  void AddInterceptor(std::shared_ptr<rpc::Interceptor> interceptor) override {
+    agent_->AddInterceptor(std::move(interceptor));
+  }
   void AddPeer(rpc::Peer peer) override { agent_->AddPeer(std::move(peer)); }
   void RemovePeer(const base::MemberId& id, absl::Status reason) override {
     agent_->RemovePeer(id, std::move(reason));
