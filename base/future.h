@@ -141,4 +141,40 @@ class Future {
   std::shared_ptr<typename Promise<T>::State> state_;
 };
 
+/// The values of all, in their order; or, as soon as there is one, the first error. What the others bring is then
+/// dropped.
+template <class T>
+Future<std::vector<T>> WhenAll(const std::vector<Future<T>>& futures) {
+  struct Gathered {
+    absl::Mutex mu;
+    std::vector<std::optional<T>> values ABSL_GUARDED_BY(mu);
+    size_t missing ABSL_GUARDED_BY(mu) = 0;
+  };
+  Promise<std::vector<T>> promise;
+  if (futures.empty()) promise.Set(std::vector<T>());
+  auto gathered = std::make_shared<Gathered>();
+  {
+    absl::MutexLock lock(&gathered->mu);
+    gathered->values.resize(futures.size());
+    gathered->missing = futures.size();
+  }
+  for (size_t i = 0; i < futures.size(); ++i) {
+    futures[i].Then([gathered, promise, i](const absl::StatusOr<T>& result) {
+      if (!result.ok()) {
+        promise.Set(result.status());
+        return;
+      }
+      std::vector<T> values;
+      {
+        absl::MutexLock lock(&gathered->mu);
+        gathered->values[i] = *result;
+        if (--gathered->missing > 0) return;
+        for (std::optional<T>& value : gathered->values) values.push_back(*std::move(value));
+      }
+      promise.Set(std::move(values));
+    });
+  }
+  return promise.future();
+}
+
 }  // namespace Atoll::base

@@ -9,17 +9,17 @@
 namespace Atoll::cluster {
 namespace {
 
-constexpr size_t kMaxNameBytes = 64;
+constexpr size_t kMaxNameBytes = 127;
 constexpr size_t kMaxRoleBytes = 32;
 constexpr size_t kMaxAddressBytes = 512;
-constexpr absl::string_view kOf = " letters, digits and '_', '.', '-'";
+constexpr absl::string_view kOf = " letters, digits and '_', '.', ':', '-'";
 constexpr absl::string_view kAlive = "which is alive";
 constexpr absl::string_view kSilent = "which does not answer but whose lease still runs";
 
 bool IsWord(absl::string_view text, size_t max_bytes) {
   if (text.empty() || text.size() > max_bytes) return false;
   return std::all_of(text.begin(), text.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == '-';
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == ':' || c == '-';
   });
 }
 

@@ -137,6 +137,7 @@ class AgentImpl : public Agent {
       ReturnLoansInChild(std::move(request));
       return std::move(on_reply)(ErrorInChild("Agent::Call", to, method));
     }
+    if (!options.timeout.has_value()) options.timeout = hub_->options().call_timeout;
     if (options.retry.has_value()) {
       return CallWithRetry(this, to, method, std::move(request), std::move(options), std::move(on_reply));
     }
@@ -296,6 +297,9 @@ absl::StatusOr<std::unique_ptr<Agent>> Agent::Start(AgentOptions options) {
   }
   if (options.stall_limit <= absl::ZeroDuration() || options.reconnect_limit <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("stall_limit and reconnect_limit must be more than zero");
+  }
+  if (options.call_timeout <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("call_timeout must be more than zero");
   }
   if (options.max_calls_in_flight == 0 || options.max_calls_served == 0) {
     return absl::InvalidArgumentError("max_calls_in_flight and max_calls_served must not be 0");

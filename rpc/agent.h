@@ -154,7 +154,7 @@ struct RetryPolicy {
 };
 
 struct CallOptions {
-  absl::Duration timeout = absl::Seconds(60);
+  std::optional<absl::Duration> timeout;  ///< Default: AgentOptions::call_timeout. InfiniteDuration: none.
   /// Where the tensors of the reply land, in order; its count, dtypes and element counts must match
   /// the reply's, else the call fails with FailedPrecondition and nothing was written. If the transfer breaks
   /// in the middle and cannot be resumed the call fails with DataLoss: contents are then undefined.
@@ -194,6 +194,7 @@ struct AgentOptions {
   base::MemberId self;
   const base::Clock* clock = nullptr;  ///< Null: the real one.
   int worker_threads = 4;
+  absl::Duration call_timeout = absl::Seconds(60);  ///< Of calls that do not say theirs.
   /// Bytes sent to one peer on each lane (those of large tensors travel on one of their own) and not yet
   /// acknowledged; beyond it messages wait in order.
   size_t window_bytes = size_t{256} << 20;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
 
 namespace Atoll::rpc {
@@ -73,6 +74,10 @@ void CallTable::CheckInvariants() const {
     auto found = calls_.find(id);
     ATOLL_CHECK(found != calls_.end() && found->second->deadline == deadline) << "a deadline of nobody";
   }
+}
+
+absl::Status NoAnswerWithin(absl::Duration timeout) {
+  return absl::DeadlineExceededError(absl::StrCat("no answer within ", absl::FormatDuration(timeout)));
 }
 
 base::Ran RanUnanswered(const PendingCall& call) {

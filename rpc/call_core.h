@@ -66,6 +66,9 @@ class CallTable {
   size_t one_way_ = 0;
 };
 
+/// DeadlineExceeded, of a call whose time is up.
+absl::Status NoAnswerWithin(absl::Duration timeout);
+
 /// Whether an unanswered call may have run, when its session ends or its deadline passes.
 base::Ran RanUnanswered(const PendingCall& call);
 

@@ -27,7 +27,7 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
         method_(method),
         policy_(*options.retry),
         options_(std::move(options)),
-        deadline_(agent->clock()->Now() + options_.timeout),
+        deadline_(agent->clock()->Now() + *options_.timeout),
         backoff_(policy_.first_backoff),
         on_reply_(std::move(on_reply)) {
     options_.retry.reset();

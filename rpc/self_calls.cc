@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "atoll/rpc/call_core.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/payload.h"
 #include "atoll/rpc/user_code.h"
@@ -111,16 +112,17 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
     absl::MutexLock lock(&mu_);
     pending_.insert(pending);
   }
-  absl::Time deadline = hub_->Now() + options.timeout;
+  const absl::Duration timeout = *options.timeout;
+  absl::Time deadline = hub_->Now() + timeout;
   absl::Status status = CheckLanding(options.reply_into);
   if (status.ok()) status = OrderInto(options.reply_into, &pending->into_streams);
   if (status.ok()) {
     pending->reply_into = std::move(options.reply_into);
     auto self = shared_from_this();
-    pending->timer = hub_->At(deadline, [self, weak = std::weak_ptr<Pending>(pending)] {
+    pending->timer = hub_->At(deadline, [self, timeout, weak = std::weak_ptr<Pending>(pending)] {
       auto late = weak.lock();
       if (late == nullptr) return;
-      self->GiveUp(late, absl::DeadlineExceededError("no answer before the call's deadline"));
+      self->GiveUp(late, NoAnswerWithin(timeout));
     });
     if (options.stop.stop_possible()) {
       pending->on_stop.emplace(std::move(options.stop), [self, weak = std::weak_ptr<Pending>(pending)] {

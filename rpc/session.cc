@@ -321,7 +321,7 @@ void Session::OnTimer(absl::Time when) {
   // A reply is landing in memory that its caller gets back now: only the end of the pipe stops that.
   if (cut != nullptr)
     cut->Close(absl::DeadlineExceededError("the deadline of a call whose reply was on its way"));
-  End(std::move(expired), absl::DeadlineExceededError("no answer before the call's deadline"));
+  End(std::move(expired), absl::OkStatus());
   Drain();
 }
 

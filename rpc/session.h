@@ -99,6 +99,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void FailLater(std::unique_ptr<PendingCall> call, const absl::Status& status, base::Ran ran);
   void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors,
                 Streams streams);
+  // Those that their deadline ends where `why` is OK.
   void End(std::vector<std::unique_ptr<PendingCall>> calls, const absl::Status& why);
   void RunRequest(const Header& header, std::vector<at::Tensor> tensors, Streams streams,
                   absl::Status refusal, std::shared_ptr<BacklogWait> wait = nullptr);

@@ -59,7 +59,8 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
       self->Fail(std::move(call), status, base::Ran::kNo);
     });
   };
-  call->deadline = hub_->Now() + options.timeout;
+  call->timeout = *options.timeout;
+  call->deadline = hub_->Now() + call->timeout;
   if (options.stop.stop_requested()) {
     ReturnLoans(hub_, std::move(request));
     return refuse(absl::CancelledError("the caller asked to stop"));
@@ -86,8 +87,8 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
   if (landing.ok()) landing = OrderInto(options.reply_into, &call->into_streams);
   if (!landing.ok()) return refuse(landing);
   call->reply_into = std::move(options.reply_into);
-  std::string header = EncodeRequest(method, options.timeout, call->one_way, prepared->metadata,
-                                     prepared->body, prepared->fields);
+  std::string header = EncodeRequest(method, call->timeout, call->one_way, prepared->metadata, prepared->body,
+                                     prepared->fields);
   bool ack_now = !prepared->loans.empty() || options.on_received != nullptr;
   std::shared_ptr<Message> message = MakeMessage(std::move(header), *std::move(prepared), ack_now);
   message->deadline = call->deadline;
@@ -154,7 +155,7 @@ absl::Status Session::AwaitRoom(const Payload& request, const CallOptions& optio
   // Asked to stop, the condition is looked at again.
   std::stop_callback wake(options.stop, [this] { absl::MutexLock look(&mu_); });
   absl::MutexLock lock(&mu_);
-  base::AwaitFor(mu_, absl::Condition(&over), options.timeout);
+  base::AwaitFor(mu_, absl::Condition(&over), *options.timeout);
   if (core_.dead()) return core_.death();
   if (options.stop.stop_requested()) return absl::CancelledError("the caller asked to stop");
   if (!has_room()) return absl::DeadlineExceededError("no room for it before the call's deadline");
@@ -226,7 +227,10 @@ void Session::End(std::vector<std::unique_ptr<PendingCall>> calls, const absl::S
     }
   }
   hub_->ScheduleFailure([self = shared_from_this(), ended = std::move(ended), why]() mutable {
-    for (auto& [call, ran] : ended) self->Fail(std::move(call), why, ran);
+    for (auto& [call, ran] : ended) {
+      const absl::Status status = why.ok() ? NoAnswerWithin(call->timeout) : why;
+      self->Fail(std::move(call), status, ran);
+    }
   });
 }
 

@@ -58,6 +58,7 @@ struct Session::Incoming {
 
 struct Session::ClientCall : PendingCall {
   MethodId method;
+  absl::Duration timeout;
   OnReply on_reply;
   std::vector<at::Tensor> reply_into;
   Streams into_streams;  // After what the caller's streams held.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -39,7 +40,9 @@ absl::Status CheckOptions(const EndpointOptions& options) {
   if (options.job.empty() || options.job.size() > 256)
     return absl::InvalidArgumentError("a job's id has 1 to 256 bytes");
   if (!IsMemberName(options.self.name))
-    return absl::InvalidArgumentError("a member's name has 1 to 256 printable ASCII characters");
+    return absl::InvalidArgumentError(
+        absl::StrCat("a member's name is 1 to 127 letters, digits, and of '_-.:', and this is '",
+                     absl::CHexEscape(options.self.name), "'"));
   if (options.self.incarnation.value() == 0) return absl::InvalidArgumentError("incarnation 0 is nobody's");
   if (options.port < 0 || options.port > 65535 || options.port_count < 1) {
     return absl::InvalidArgumentError("a port is 0 to 65535, and at least one is tried");

@@ -22,6 +22,7 @@ constexpr absl::string_view kMagic("AtollTP\n", 8);
 constexpr size_t kHelloHeadBytes = 16;  // Magic, version, length of the body.
 constexpr size_t kReplyHeadBytes = 5;   // Kind, length of the body.
 constexpr size_t kMaxNameBytes = 256;
+constexpr size_t kMaxMemberNameBytes = 127;
 constexpr size_t kMaxTextBytes = 1024;
 
 constexpr uint8_t kChallenge = 1;
@@ -62,8 +63,10 @@ Nonce NewNonce() {
 }
 
 bool IsMemberName(absl::string_view name) {
-  return !name.empty() && name.size() <= kMaxNameBytes &&
-         std::all_of(name.begin(), name.end(), [](unsigned char c) { return absl::ascii_isprint(c); });
+  return !name.empty() && name.size() <= kMaxMemberNameBytes &&
+         std::all_of(name.begin(), name.end(), [](unsigned char c) {
+           return absl::ascii_isalnum(c) || c == '_' || c == '-' || c == '.' || c == ':';
+         });
 }
 
 void Handshake::Feed(absl::string_view bytes) {

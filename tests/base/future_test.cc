@@ -50,6 +50,32 @@ TEST(Future, ACallbackThatThrowsHoldsUpNoOther) {
   EXPECT_EQ(ran, 2);
 }
 
+TEST(WhenAll, GathersInOrderWhateverTheOrderOfTheEnds) {
+  std::vector<Promise<int>> promises(4);
+  std::vector<Future<int>> futures;
+  for (const Promise<int>& promise : promises) futures.push_back(promise.future());
+  const Future<std::vector<int>> all = WhenAll(futures);
+  for (int i : {2, 0, 3}) promises[i].Set(i);
+  EXPECT_FALSE(all.ready());
+  promises[1].Set(1);
+  EXPECT_EQ(*all.Wait(absl::ZeroDuration()), (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_TRUE(WhenAll(std::vector<Future<int>>()).Wait(absl::ZeroDuration())->empty());
+}
+
+TEST(WhenAll, TheFirstErrorEndsItAtOnceAndOnce) {
+  std::vector<Promise<int>> promises(3);
+  std::vector<Future<int>> futures;
+  for (const Promise<int>& promise : promises) futures.push_back(promise.future());
+  const Future<std::vector<int>> all = WhenAll(futures);
+  int ends = 0;
+  all.Then([&](const absl::StatusOr<std::vector<int>>&) { ++ends; });
+  promises[1].Set(absl::UnavailableError("one of them"));
+  EXPECT_EQ(all.Wait(absl::ZeroDuration()).status(), absl::UnavailableError("one of them"));
+  promises[0].Set(0);
+  promises[2].Set(absl::UnavailableError("another"));
+  EXPECT_EQ(ends, 1);
+}
+
 TEST(Future, WaitHasALimit) {
   Promise<int> promise;
   EXPECT_EQ(promise.future().Wait(absl::Milliseconds(1)).status().code(),

@@ -165,14 +165,14 @@ TEST(MembershipCore, WhatCannotBeIsRefused) {
   refused(MakeMember("b", 1, -1), "its rank should be from 0 to 1");
   refused(MakeMember("", 1, 1), "a member's name");
   refused(MakeMember("a b", 1, 1), "a member's name");
-  refused(MakeMember(std::string(65, 'n'), 1, 1), "a member's name");
+  refused(MakeMember(std::string(128, 'n'), 1, 1), "a member's name");
   refused(MakeMember("a", 0, 1), "no incarnation");
-  refused(MakeMember("a\n\x1b[31m", 1, 1), "letters, digits and '_', '.', '-': 'a\\n\\x1b[31m' is not");
+  refused(MakeMember("a\n\x1b[31m", 1, 1), "letters, digits and '_', '.', ':', '-': 'a\\n\\x1b[31m' is not");
   Member member = kA;
   member.role = "";
   refused(member, "no role");
   member.role = "x\n";
-  refused(member, "no role of 1 to 32 letters, digits and '_', '.', '-'");
+  refused(member, "no role of 1 to 32 letters, digits and '_', '.', ':', '-'");
   member = kA;
   member.addresses.clear();
   refused(member, "addresses");

@@ -255,7 +255,7 @@ TEST_P(AgentTest, BlockedHandlersStarveNoDeadline) {
   CallOptions soon;
   soon.timeout = absl::Milliseconds(50);
   int maybe = 0;
-  for (; blocked_at_b == 0 && soon.timeout < kHang; soon.timeout *= 2) {
+  for (; blocked_at_b == 0 && soon.timeout < kHang; soon.timeout = 2 * *soon.timeout) {
     absl::Notification expired;
     a.Call("b", {"block"}, Body(""), soon, [&](absl::StatusOr<Received> reply) {
       EXPECT_TRUE(absl::IsDeadlineExceeded(reply.status())) << reply.status();
@@ -287,7 +287,7 @@ TEST_P(AgentTest, ACallThatWasGivenUpIsCancelledAtTheCallee) {
   // One that is given up before it was sent never gets there.
   CallOptions soon;
   soon.timeout = absl::Milliseconds(30);
-  for (; started == 0 && soon.timeout < kHang; soon.timeout *= 2) {
+  for (; started == 0 && soon.timeout < kHang; soon.timeout = 2 * *soon.timeout) {
     EXPECT_TRUE(absl::IsDeadlineExceeded(a.Call("b", {"work"}, Body(""), soon).Wait(2 * kHang).status()));
   }
   EXPECT_GE(started, 1);

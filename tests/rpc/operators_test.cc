@@ -174,7 +174,8 @@ TEST_P(ScriptTest, ErrorsNameWhatThereIs) {
   ASSERT_TRUE(modules_->Add("scaler", Scaler(3)).ok());
   ExpectError(Script({"other", "forward", {}}), absl::StatusCode::kNotFound,
               "it serves no module 'other'; it serves scaler");
-  ExpectError(Script({"scaler", "backward", {}}), absl::StatusCode::kNotFound, "it has forward, named, fails");
+  ExpectError(Script({"scaler", "backward", {}}), absl::StatusCode::kNotFound,
+              "it has forward, named, fails");
   ExpectError(Script({"scaler", "forward", {at::ones({1}), 2}}), absl::StatusCode::kInvalidArgument,
               "forward");
   ExpectError(Script({"scaler", "named", {at::ones({1}), 2}}), absl::StatusCode::kInvalidArgument, "Dict");

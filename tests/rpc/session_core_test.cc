@@ -139,7 +139,7 @@ TEST_F(OneCore, APipeThatAcknowledgesNothingIsMadeAnew) {
   const std::vector<Action> actions = Take();
   ASSERT_EQ(Count(actions, Action::Kind::kClose), 1);
   for (const Action& action : actions) {
-    if (action.kind == Action::Kind::kClose) EXPECT_TRUE(absl::IsDeadlineExceeded(action.status));
+    EXPECT_EQ(action.kind == Action::Kind::kClose, absl::IsDeadlineExceeded(action.status));
   }
   EXPECT_FALSE(core_.dead());
   EXPECT_FALSE(core_.open(Lane::kControl));

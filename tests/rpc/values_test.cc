@@ -117,7 +117,8 @@ TEST(Values, SparseTensorsOfEveryLayout) {
     EXPECT_EQ(got.layout(), tensor.layout());
     EXPECT_EQ(got.sizes(), tensor.sizes());
     EXPECT_EQ(got._nnz(), tensor._nnz());
-    if (tensor.layout() == at::kSparse) EXPECT_EQ(got.is_coalesced(), tensor.is_coalesced());
+    const bool coo = tensor.layout() == at::kSparse;
+    EXPECT_EQ(coo && got.is_coalesced(), coo && tensor.is_coalesced());
     EXPECT_TRUE(got.to_dense().equal(tensor.to_dense()));
   }
 }

@@ -7,7 +7,7 @@ OS_RELEASE=${ATOLL_OS_RELEASE:-/etc/os-release}  # Tests name another.
 quiet=false check=false
 packages=(g++ cmake ninja-build ccache mold python3 libabsl-dev libgtest-dev libgmock-dev
   libtensorpipe-dev libnop-dev libssl-dev zlib1g-dev dataset-fashion-mnist)
-check_packages=(clang clang-format clang-tidy)
+check_packages=(clang clang-format clang-tidy libclang-rt-14-dev)
 for arg in "$@"; do
   case $arg in
     --quiet) quiet=true ;;
@@ -68,7 +68,7 @@ ninja ninja-build
 python3 python3
 TEXT
   if $check; then
-    for command in "${check_packages[@]}"; do command -v "$command" >/dev/null || missing+=("$command ($command)"); done
+    for command in clang clang-format clang-tidy; do command -v "$command" >/dev/null || missing+=("$command ($command)"); done
   fi
   while IFS= read -r -d : folder; do
     [ -z "$folder" ] || includes+=("-I$folder/include")
