@@ -22,7 +22,7 @@ struct Greeted {
   base::MemberId peer;
   Purpose purpose;
   SocketAddress address;
-  std::shared_ptr<Tls> tls;  ///< Null: plain.
+  std::shared_ptr<Tls> tls = nullptr;  ///< Null: plain.
 };
 
 /// All on the loop, which outlives it. Held by its registration until it is done.

@@ -198,7 +198,8 @@ absl::Status TlsContext::SetUp(absl::string_view job_key) {
   SSL_CTX_set_num_tickets(ctx, 0);
   SSL_CTX_set_max_early_data(ctx, 0);
   SSL_CTX_set_options(ctx, SSL_OP_NO_TICKET | SSL_OP_NO_COMPRESSION);
-  SSL_CTX_set_mode(ctx, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+  SSL_CTX_set_mode(
+      ctx, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_NO_AUTO_CHAIN);
   SSL_CTX_set_read_ahead(ctx, 1);
   SSL_CTX_set_default_read_buffer_len(ctx, kReadAheadBytes);
   const std::string protocol = ProtocolOf(mode());
@@ -383,7 +384,7 @@ bool Tls::EncryptRecord(const char* data, size_t bytes) {
   if (!failure_.ok()) return false;
   ERR_clear_error();
   if (++records_ > context_->records_per_key_) {
-    records_ = 0;
+    records_ = 1;
     SSL_key_update(ssl_, SSL_KEY_UPDATE_NOT_REQUESTED);
   }
   size_t written = 0;
