@@ -203,7 +203,7 @@ inline std::string Pattern(size_t bytes, uint64_t seed) {
     state = state * 6364136223846793005u + 1442695040888963407u;
     std::memcpy(&text[i], &state, 8);
   }
-  for (; i < bytes; ++i) text[i] = static_cast<char>(seed + i);
+  std::memcpy(text.data() + i, &state, bytes - i);
   return text;
 }
 
