@@ -29,6 +29,7 @@ struct Way {
   const char* name;
   bool unix_socket;
   bool cma;
+  bool tls = false;
 };
 
 EndpointOptions OptionsOf(const std::string& name, const Way& way) {
@@ -40,6 +41,8 @@ EndpointOptions OptionsOf(const std::string& name, const Way& way) {
   options.enable_unix = way.unix_socket;
   options.enable_cma = way.cma;
   options.enable_cuda = false;
+  // The cost of bytes is that of certificates too: the suite is the same.
+  if (way.tls) options.tls.mode = base::TlsMode::kPsk;
   return options;
 }
 
@@ -180,6 +183,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   for (const Atoll::transport::Way& way : {Atoll::transport::Way{"tcp", false, false},
+                                           {"tcp+tls", false, false, true},
                                            {"tcp+cma", false, true},
                                            {"unix", true, false},
                                            {"unix+cma", true, true}}) {

@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/ids.h"
+#include "atoll/base/private_file.h"
 #include "atoll/base/status.h"
 
 namespace Atoll::cluster {
@@ -35,19 +36,6 @@ absl::StatusOr<std::string> ReadAll(int fd, const std::string& path) {
   }
   bytes.resize(have);
   return bytes;
-}
-
-absl::Status CheckPrivate(const struct stat& info, const std::string& path) {
-  if ((info.st_mode & 077) != 0) {
-    return absl::PermissionDeniedError(absl::StrCat(
-        path, " is open to its group or to others (mode ", (info.st_mode >> 6) & 7, (info.st_mode >> 3) & 7,
-        info.st_mode & 7, "): make it yours alone (chmod go= ", path, ")"));
-  }
-  if (info.st_uid != geteuid() && info.st_uid != 0) {
-    return absl::PermissionDeniedError(absl::StrCat(path, " belongs to user ", info.st_uid,
-                                                    ": it should belong to us (", geteuid(), ") or to root"));
-  }
-  return absl::OkStatus();
 }
 
 /// Makes `entry` with a fresh key unless it is there: written under a name of its own, then linked, so that
@@ -79,7 +67,7 @@ absl::StatusOr<int> OpenDirectory(const std::string& directory) {
   int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (fd < 0) return base::ErrnoStatus(errno, absl::StrCat("open the directory ", directory));
   struct stat info {};
-  absl::Status status = fstat(fd, &info) == 0 ? CheckPrivate(info, directory)
+  absl::Status status = fstat(fd, &info) == 0 ? base::CheckPrivate(info, directory)
                                               : base::ErrnoStatus(errno, absl::StrCat("stat ", directory));
   if (status.ok() && info.st_uid != geteuid()) {
     status = absl::PermissionDeniedError(
@@ -102,7 +90,7 @@ absl::StatusOr<std::string> KeyOf(int fd, const struct stat& info, const std::st
   if (!S_ISREG(info.st_mode)) {
     return absl::InvalidArgumentError(absl::StrCat(path, " is not a regular file"));
   }
-  ATOLL_RETURN_IF_ERROR(CheckPrivate(info, path));
+  ATOLL_RETURN_IF_ERROR(base::CheckPrivate(info, path));
   ATOLL_ASSIGN_OR_RETURN(std::string key, ReadAll(fd, path));
   if (!key.empty() && key.back() == '\n') key.pop_back();
   ATOLL_RETURN_IF_ERROR(base::Annotate(CheckKey(key), path));

@@ -221,6 +221,18 @@ void ReadKey(Reader& read, Launch& launch) {
   }
 }
 
+void ReadTls(Reader& read, Launch& launch) {
+  const std::string mode = read.Text("ATOLL_TLS", "none, psk or cert", "none");
+  if (std::optional<base::TlsMode> known = base::ParseTlsMode(mode); known.has_value()) {
+    launch.tls.mode = *known;
+  } else if (!mode.empty()) {
+    read.Latch(Bad("ATOLL_TLS", mode, "none, psk or cert (--tls)"));
+  }
+  launch.tls.certificate_file = read.Text("ATOLL_TLS_CERT", "the path of a certificate", "");
+  launch.tls.key_file = read.Text("ATOLL_TLS_KEY", "the path of its private key", "");
+  launch.tls.ca_file = read.Text("ATOLL_TLS_CA", "the path of the job's CA", "");
+}
+
 /// The names of jobs and members stand in file names, socket names, logs and keys.
 absl::Status CheckWord(absl::string_view what, absl::string_view word, size_t max_bytes) {
   if (word.empty() || word.size() > max_bytes) {
@@ -311,6 +323,7 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
     read.Latch(Bad("ATOLL_JOIN_LIMIT", limit, "a time above zero and at most 24h, such as 60s or 5m"));
   }
   ReadKey(read, launch);
+  ReadTls(read, launch);
   if (!read.status().ok()) return read.status();
   return launch;
 }
@@ -368,7 +381,7 @@ absl::Status Finish(Launch& launch) {
                      launch.coordinator_host, ": it should be an address or interface of the network"));
   }
   if (!launch.key.empty()) ATOLL_RETURN_IF_ERROR(CheckKey(launch.key));
-  return absl::OkStatus();
+  return base::CheckTlsOptions(launch.tls);
 }
 
 absl::StatusOr<Launch> LaunchFromEnvironment(const Environment& environment) {

@@ -35,6 +35,20 @@ ABSL_FLAG(std::string, bind, "",
 ABSL_FLAG(std::string, key_file, "",
           "file with the job key, 16 to 4096 bytes, readable by you alone (chmod 600). Instead of "
           "ATOLL_KEY_FILE; default: on one host a key is made for the job");
+ABSL_FLAG(
+    std::string, tls, "",
+    "TLS 1.3 on TCP: none, psk (keyed by the job key) or cert (a certificate on both sides). Instead of "
+    "ATOLL_TLS; default none; the same for all processes of the job (docs/security.md)");
+ABSL_FLAG(std::string, tls_cert, "",
+          "with --tls=cert: PEM file of this process's certificate, then of those between it and the CA. "
+          "Instead of ATOLL_TLS_CERT");
+ABSL_FLAG(std::string, tls_key, "",
+          "with --tls=cert: PEM file of its private key, readable by you alone (chmod 600). Instead of "
+          "ATOLL_TLS_KEY");
+ABSL_FLAG(
+    std::string, tls_ca, "",
+    "with --tls=cert: PEM file of the job's CA, from which every process has its certificate. Instead of "
+    "ATOLL_TLS_CA");
 ABSL_FLAG(std::string, join_limit, "",
           "how long to wait for the whole job to be there. Instead of "
           "ATOLL_JOIN_LIMIT; default 60s");
@@ -224,6 +238,10 @@ absl::Status WithOverlay(const Environment& environment, std::optional<Role> rol
   overlay.Set("ATOLL_NAME", absl::GetFlag(FLAGS_name), "name");
   overlay.Set("ATOLL_BIND", absl::GetFlag(FLAGS_bind), "bind");
   overlay.Set("ATOLL_JOIN_LIMIT", absl::GetFlag(FLAGS_join_limit), "join_limit");
+  overlay.Set("ATOLL_TLS", absl::GetFlag(FLAGS_tls), "tls");
+  overlay.Set("ATOLL_TLS_CERT", absl::GetFlag(FLAGS_tls_cert), "tls_cert");
+  overlay.Set("ATOLL_TLS_KEY", absl::GetFlag(FLAGS_tls_key), "tls_key");
+  overlay.Set("ATOLL_TLS_CA", absl::GetFlag(FLAGS_tls_ca), "tls_ca");
   if (!absl::GetFlag(FLAGS_key_file).empty()) {
     overlay.Set("ATOLL_KEY_FILE", absl::GetFlag(FLAGS_key_file), "key_file");
     overlay.Hide("ATOLL_KEY");

@@ -75,6 +75,7 @@ absl::Status NodeImpl::Listen(const NodeOptions& options) {
   endpoint.self = base::MemberId{launch_.name, base::NewIncarnation()};
   endpoint.key.bytes = launch_.key;
   endpoint.bind = launch_.bind;
+  endpoint.tls = launch_.tls;
   if (launch_.is_coordinator() && !launch_.agent_store) {
     endpoint.port = launch_.coordinator_port;
     endpoint.port_count = 1;

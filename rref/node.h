@@ -16,7 +16,7 @@ namespace Atoll::rref {
 struct NodeOptions {
   int worker_threads = 4;
   absl::Duration lease = absl::Seconds(10);
-  transport::EndpointOptions endpoint;  ///< job, self, key and bind are taken from the Launch; the
+  transport::EndpointOptions endpoint;  ///< job, self, key, bind and tls are taken from the Launch; the
                                         ///< coordinator's port too.
   /// Runs before we join: classes and methods that others may use as soon as we are there are registered
   /// here. An error ends the start.

@@ -45,7 +45,7 @@ void Dialer::Next() {
   const absl::Duration share = left / static_cast<int64_t>(targets_.size());
   Target target = std::move(targets_.front());
   targets_.pop_front();
-  greeter_ = std::make_shared<Greeter>(context_->engine(), &context_->handshake());
+  greeter_ = context_->NewGreeter();
   greeter_->StartClient(target.address, expected_, Purpose{0, static_cast<uint8_t>(lane_)}, share,
                         [self = shared_from_this(), target](absl::StatusOr<Greeted> greeted) {
                           if (!greeted.ok()) return self->Failed(target, greeted.status());

@@ -28,9 +28,11 @@ bool HasUnixPrefix(absl::string_view text) { return absl::StartsWith(text, kUnix
 
 /// What peers must have in common beside the protocol's version. Which channels are viable on a machine is
 /// not part of it (a GPU's owner may be on the CPU alone); the order of those that both have is.
-std::string Fingerprint() {
-  return absl::StrCat("torch ", ATOLL_TORCH_VERSION, ", transport ", kTransportDomain,
-                      ", channels cuda*,cma,mpt", kLanes, ",basic");
+std::string Fingerprint(base::TlsMode tls) {
+  std::string text = absl::StrCat("torch ", ATOLL_TORCH_VERSION, ", transport ", kTransportDomain,
+                                  ", channels cuda*,cma,mpt", kLanes, ",basic");
+  if (tls != base::TlsMode::kNone) absl::StrAppend(&text, ", tls ", base::TlsModeName(tls));
+  return text;
 }
 
 absl::Status CheckOptions(const EndpointOptions& options) {
@@ -54,7 +56,7 @@ absl::Status CheckOptions(const EndpointOptions& options) {
   if (options.max_header_bytes < 1 || options.max_tensors < 1 || options.max_tensor_bytes < 1) {
     return absl::InvalidArgumentError("max_header_bytes, max_tensors and max_tensor_bytes must be 1 or more");
   }
-  return absl::OkStatus();
+  return base::CheckTlsOptions(options.tls);
 }
 
 /// For a context whose destructor would wait for ever. Its threads go on, so it stays until the process ends.
@@ -132,6 +134,10 @@ class EndpointImpl final : public Endpoint {
 
 absl::Status EndpointImpl::Start() {
   ATOLL_RETURN_IF_ERROR(CheckOptions(options_));
+  TransportContext::Options transport;
+  if (options_.tls.mode != base::TlsMode::kNone) {
+    ATOLL_ASSIGN_OR_RETURN(transport.tls, TlsContext::Create(options_.tls, options_.key.bytes));
+  }
   ATOLL_ASSIGN_OR_RETURN(bound_, ResolveBind(options_.bind));
   ATOLL_ASSIGN_OR_RETURN(Fd tcp, ListenTcp(&bound_, options_.port, options_.port_count));
   const SocketAddress unix_address = UnixAddressOf(options_.job, options_.self);
@@ -142,11 +148,11 @@ absl::Status EndpointImpl::Start() {
   engine_ = std::make_shared<Engine>();
   ATOLL_ASSIGN_OR_RETURN(engine_->loop, Loop::Create("atoll-transport", options_.clock));
   engine_->loop->OnException([this](const char* what) { BreakOnLoop(what); });
-  TransportContext::Options transport;
   transport.handshake.job = options_.job;
   transport.handshake.self = options_.self;
   transport.handshake.key = options_.key.bytes;
-  transport.handshake.fingerprint = Fingerprint();
+  transport.handshake.fingerprint = Fingerprint(options_.tls.mode);
+  transport.handshake.tls = options_.tls.mode;
   transport.handshake_limit = options_.handshake_limit;
   transport.max_unauthenticated = options_.max_unauthenticated;
   transport.limits = limits();
@@ -218,7 +224,11 @@ void EndpointImpl::MakeCore() {
   channels_ = std::make_shared<ChannelTable>();
   auto basic = tensorpipe::channel::basic::create();
   if (shared_->cuda != nullptr) {
-    for (auto& [name, channel] : shared_->cuda->MakeChannels(basic)) channels_->Add(name, std::move(channel));
+    for (auto& [name, channel] : shared_->cuda->MakeChannels(basic)) {
+      // InfiniBand goes past TCP, and past TLS.
+      if (options_.tls.mode != base::TlsMode::kNone && name == "cuda_gdr") continue;
+      channels_->Add(name, std::move(channel));
+    }
   }
   if (options_.enable_cma) channels_->Add("cma", tensorpipe::channel::cma::create());
   std::vector<std::shared_ptr<tensorpipe::transport::Context>> lane_contexts(kLanes, transport_);

@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/ids.h"
+#include "atoll/base/tls_options.h"
 #include "atoll/transport/pipe.h"
 
 namespace Atoll::transport {
@@ -40,7 +41,11 @@ struct EndpointOptions {
   /// executable, in ../lib from there, or where the system looks.
   std::string cuda_library;
 
-  const base::Clock* clock = nullptr;                  ///< Of all limits; for tests. Null: the real one.
+  const base::Clock* clock = nullptr;  ///< Of all limits; for tests. Null: the real one.
+  /// TLS 1.3 of TCP connections, keyed by `key` or by certificates. Unix sockets stay plain: the kernel keeps
+  /// others out. With it no tensor goes past TCP between hosts (no cuda_gdr).
+  base::TlsOptions tls;
+
   absl::Duration handshake_limit = absl::Seconds(10);  ///< A stranger is cut off after this.
   int max_unauthenticated = 256;                       ///< Beyond it the oldest stranger is dropped.
   size_t max_header_bytes = MessageLimits().max_header_bytes;
@@ -84,8 +89,8 @@ class Endpoint {
   ///   Unavailable: nobody answers (ran: no); the message has each address and what it said; IsRefused
   ///   (refusal.h) if all of those that decide said that nobody listens;
   ///   NotFound: an endpoint answers, but it is another name or incarnation;
-  ///   Unauthenticated: it does not know the job key, or we do not;
-  ///   FailedPrecondition: another version, job, or set of transports; the text says which;
+  ///   Unauthenticated: it does not know the job key, or we do not; or one side refuses the other's certificate;
+  ///   FailedPrecondition: another version, job, TLS mode, or set of transports; the text says which;
   ///   DeadlineExceeded: `limit` passed;
   ///   Cancelled, Internal: the endpoint is closed, or broken (OnBroken).
   virtual void Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane,
@@ -110,7 +115,8 @@ class Endpoint {
 
 /// Binds and starts. A port in use is FailedPrecondition and names the ports tried;
 /// an address that is not ours, or an interface that is not there, is InvalidArgument and lists what
-/// there is.
+/// there is; a file of `tls` that is missing, unreadable, malformed, expired, open to others, or does not fit
+/// the other files is InvalidArgument and named.
 absl::StatusOr<std::shared_ptr<Endpoint>> CreateEndpoint(EndpointOptions options);
 
 }  // namespace Atoll::transport

@@ -12,6 +12,7 @@
 #include "atoll/transport/engine.h"
 #include "atoll/transport/handshake_core.h"
 #include "atoll/transport/socket.h"
+#include "atoll/transport/tls.h"
 
 namespace Atoll::transport {
 
@@ -21,6 +22,7 @@ struct Greeted {
   base::MemberId peer;
   Purpose purpose;
   SocketAddress address;
+  std::shared_ptr<Tls> tls = nullptr;  ///< Null: plain.
 };
 
 /// All on the loop, which outlives it. Held by its registration until it is done.
@@ -30,9 +32,13 @@ class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greete
   /// if nobody answers or the peer hangs up, else as Handshake::status.
   using Done = absl::AnyInvocable<void(absl::StatusOr<Greeted>)>;
 
-  /// Both outlive it.
-  Greeter(Engine* engine, const HandshakeConfig* config)
-      : engine_(*engine), loop_(*engine->loop), config_(*config), traffic_(engine->traffic) {}
+  /// Engine and configuration outlive it. `tls` (null: none) is for TCP alone.
+  Greeter(Engine* engine, const HandshakeConfig* config, std::shared_ptr<const TlsContext> tls)
+      : engine_(*engine),
+        loop_(*engine->loop),
+        config_(*config),
+        tls_context_(std::move(tls)),
+        traffic_(engine->traffic) {}
   /// Connects and greets.
   void StartClient(const SocketAddress& address, base::MemberId expected, Purpose purpose,
                    absl::Duration limit, Done done);
@@ -46,6 +52,9 @@ class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greete
  private:
   void Start(absl::Duration limit);
   absl::Status Advance(uint32_t events);
+  void TakeTls(Tls::Side side);
+  /// Goes on with TLS, until secured_; or finds that the peer speaks without, and gives `tls_` up.
+  absl::Status Secure();
   absl::Status Send();
   absl::Status Receive();
   void Finish(absl::Status status);
@@ -53,6 +62,7 @@ class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greete
   Engine& engine_;
   Loop& loop_;
   const HandshakeConfig& config_;
+  const std::shared_ptr<const TlsContext> tls_context_;
   Traffic& traffic_;
   Fd fd_;
   SocketAddress address_;
@@ -61,6 +71,10 @@ class Greeter : public Loop::Handler, public std::enable_shared_from_this<Greete
   std::unique_ptr<Handshake> handshake_;
   std::string output_;
   bool connecting_ = false;
+  std::shared_ptr<Tls> tls_;
+  Tls::Side side_ = Tls::Side::kClient;
+  bool heard_ = false;    // The peer's first byte is one of TLS.
+  bool secured_ = false;  // TLS is established: the handshake proper runs.
   Done done_;
 };
 

@@ -21,6 +21,7 @@ namespace {
 constexpr absl::string_view kMagic("AtollTP\n", 8);
 constexpr size_t kHelloHeadBytes = 16;  // Magic, version, length of the body.
 constexpr size_t kReplyHeadBytes = 5;   // Kind, length of the body.
+constexpr size_t kTlsHeadBytes = 5;     // Of a record: type, version u16, length u16; big-endian.
 constexpr size_t kMaxNameBytes = 256;
 constexpr size_t kMaxMemberNameBytes = 127;
 constexpr size_t kMaxTextBytes = 1024;
@@ -101,6 +102,7 @@ std::string Handshake::Proof(absl::string_view direction, const base::MemberId& 
   text.PutString(View(server_nonce));
   text.PutString(client_fingerprint);
   text.PutString(server_fingerprint);
+  if (!binding_.empty()) text.PutString(binding_);
   const std::string bytes = std::move(text).Take();
   unsigned char digest[EVP_MAX_MD_SIZE];
   unsigned int size = 0;
@@ -141,7 +143,10 @@ void ClientHandshake::OnMessage(absl::string_view message) {
   base::ByteReader reader(message);
   reply_kind_ = reader.Get<uint8_t>();
   const uint32_t size = reader.Get<uint32_t>();
-  if (reply_kind_ < kChallenge || reply_kind_ > kRefuseFingerprint || size > kMaxHandshakeBody || size == 0) {
+  if (plain_forbidden_ && reply_kind_ == kChallenge) {
+    return Fail(absl::FailedPreconditionError("a challenge without the TLS that was asked for"));
+  }
+  if (reply_kind_ < kChallenge || reply_kind_ > kRefuseTls || size > kMaxHandshakeBody || size == 0) {
     return Fail(absl::InvalidArgumentError("what answers there is not an Atoll endpoint"));
   }
   stage_ = Stage::kReplyBody;
@@ -149,10 +154,12 @@ void ClientHandshake::OnMessage(absl::string_view message) {
 }
 
 void ClientHandshake::OnRefusal(uint8_t kind, absl::string_view text) {
-  const std::string what = kind == kRefuseVersion
-                               ? absl::StrCat("another protocol version, ours is ", config_.version)
-                           : kind == kRefuseJob ? "another job"
-                                                : "another build";
+  const std::string what =
+      kind == kRefuseVersion ? absl::StrCat("another protocol version, ours is ", config_.version)
+      : kind == kRefuseJob   ? "another job"
+      : kind == kRefuseTls
+          ? absl::StrCat("TLS on one side only, ours is --tls=", base::TlsModeName(config_.tls))
+          : "another build";
   Fail(absl::FailedPreconditionError(absl::StrCat("refused (", what, "): ", Printable(text))));
 }
 
@@ -194,6 +201,9 @@ ServerHandshake::ServerHandshake(const HandshakeConfig* config, Nonce nonce) : H
 
 absl::Status ServerHandshake::CheckPrefix(absl::string_view prefix) {
   if (stage_ != Stage::kHelloHead) return absl::OkStatus();
+  if (static_cast<uint8_t>(prefix[0]) == kTlsRecord && (prefix.size() < 2 || prefix[1] == 3)) {
+    return absl::OkStatus();  // TLS, whose hello is read before it is refused.
+  }
   const size_t size = std::min(prefix.size(), kMagic.size());
   if (prefix.substr(0, size) == kMagic.substr(0, size)) return absl::OkStatus();
   return absl::InvalidArgumentError("not an Atoll handshake");
@@ -207,9 +217,25 @@ void ServerHandshake::Refuse(uint8_t kind, absl::string_view text, absl::string_
   Fail(absl::FailedPreconditionError(own_text));
 }
 
+void ServerHandshake::RefuseTls(absl::string_view own_text) {
+  constexpr absl::string_view kRight = "all processes of a job should have the same --tls (ATOLL_TLS)";
+  const std::string ours = absl::StrCat("--tls=", base::TlsModeName(config_.tls));
+  Refuse(kRefuseTls, absl::StrCat("this endpoint has ", ours, "; ", kRight),
+         absl::StrCat(own_text, ", we have ", ours, ": ", kRight));
+}
+
+void ServerHandshake::OnTlsHead(absl::string_view head) {
+  const size_t size = static_cast<uint8_t>(head[3]) * 256u + static_cast<uint8_t>(head[4]);
+  if (size > kMaxHandshakeBody || size <= head.size() - kTlsHeadBytes)
+    return Fail(absl::InvalidArgumentError("a TLS hello of a wild length"));
+  stage_ = Stage::kTlsBody;
+  target_ = size - (head.size() - kTlsHeadBytes);
+}
+
 void ServerHandshake::OnMessage(absl::string_view message) {
   switch (stage_) {
     case Stage::kHelloHead: {
+      if (static_cast<uint8_t>(message[0]) == kTlsRecord) return OnTlsHead(message);
       base::ByteReader reader(message);
       reader.GetRaw(kMagic.size());
       client_version_ = reader.Get<uint32_t>();
@@ -222,6 +248,8 @@ void ServerHandshake::OnMessage(absl::string_view message) {
     }
     case Stage::kHelloBody:
       return OnHello(message);
+    case Stage::kTlsBody:
+      return RefuseTls("the peer speaks TLS");
     case Stage::kProof:
       if (!SameBytes(message, expected_proof_)) {
         return Fail(absl::UnauthenticatedError("the peer does not have the job key"));
@@ -259,6 +287,7 @@ void ServerHandshake::OnHello(absl::string_view body) {
                   absl::StrCat("job '", Printable(job), "' was asked for, this endpoint serves another job"),
                   absl::StrCat("job '", Printable(job), "' was asked for, we serve '", config_.job, "'"));
   }
+  if (plain_forbidden_) return RefuseTls("the peer speaks without TLS");
   if (fingerprint != config_.fingerprint) {
     return Refuse(kRefuseFingerprint,
                   absl::StrCat("it has '", config_.fingerprint, "', we have '", Printable(fingerprint), "'"),

@@ -12,16 +12,20 @@
 // each with its length, so that a proof fits one connection, one direction and one purpose: replayed and
 // reflected messages fail. The layout of the hello's first 16 bytes and of a refusal never changes, so
 // that versions can refuse each other with a text. A HMAC proves who connects; it does not keep what
-// follows from someone who sits on the path: that takes TLS.
+// follows from someone who sits on the path: that takes TLS. Then all of this runs inside TLS, and "all of it"
+// includes what only the two ends of that TLS connection know (BindTo). If one side speaks TLS and the other
+// does not, whoever expects the hello refuses with a text, bare.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "atoll/base/ids.h"
+#include "atoll/base/tls_options.h"
 
 namespace Atoll::transport {
 
@@ -30,6 +34,10 @@ inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kProofBytes = 32;
 /// Of the body of any handshake message.
 inline constexpr size_t kMaxHandshakeBody = 4096;
+/// The first byte of a refusal that is about TLS: no record of TLS begins with it.
+inline constexpr uint8_t kRefuseTls = 5;
+/// The first byte of what a client of TLS says.
+inline constexpr uint8_t kTlsRecord = 0x16;
 
 using Nonce = std::array<uint8_t, kNonceBytes>;
 /// From the operating system's random source.
@@ -45,7 +53,8 @@ struct HandshakeConfig {
   std::string key;
   /// Versions, transports and channels in one text; peers with another are refused.
   std::string fingerprint;
-  uint32_t version = kProtocolVersion;  ///< Changed by tests only.
+  uint32_t version = kProtocolVersion;       ///< Changed by tests only.
+  base::TlsMode tls = base::TlsMode::kNone;  ///< For the texts of refusals.
 };
 
 /// What a connection is for. `listener`: 0 is TensorPipe's core, 1 and above are lanes of the channel mpt.
@@ -61,6 +70,15 @@ class Handshake {
  public:
   virtual ~Handshake() = default;
 
+  /// Inside TLS: `secret` is what both of its ends know and nobody else. Before the first Feed.
+  void BindTo(std::string secret) { binding_ = std::move(secret); }
+  /// The peer speaks without TLS what should be inside it: a server reads its hello, and refuses; a client says
+  /// nothing, and takes nothing but a refusal. Before the first Feed.
+  void ForbidPlain() {
+    plain_forbidden_ = true;
+    output_.clear();
+  }
+
   /// How many bytes Feed may be given at most now; 0 when finished. Bytes beyond the handshake belong to
   /// TensorPipe, so never more than this is read from the socket.
   size_t wanted() const { return finished_ || !status_.ok() ? 0 : target_ - buffer_.size(); }
@@ -71,7 +89,7 @@ class Handshake {
   std::string TakeOutput() { return std::exchange(output_, std::string()); }
   bool finished() const { return finished_; }
   /// The failure, which is final. Unauthenticated: a wrong key on one side; FailedPrecondition: another
-  /// version, job or fingerprint; NotFound: another name or incarnation than expected; InvalidArgument:
+  /// version, job or fingerprint, or TLS on one side only; NotFound: another name or incarnation than expected; InvalidArgument:
   /// these are not our bytes at all.
   const absl::Status& status() const { return status_; }
   /// The peer, once finished.
@@ -92,6 +110,8 @@ class Handshake {
 
   const HandshakeConfig& config_;  // Outlives this.
   const Nonce nonce_;
+  std::string binding_;
+  bool plain_forbidden_ = false;
   std::string buffer_;
   size_t target_ = 0;
   std::string output_;
@@ -124,10 +144,12 @@ class ServerHandshake : public Handshake {
   void OnMessage(absl::string_view message) override;
   absl::Status CheckPrefix(absl::string_view prefix) override;
   void OnHello(absl::string_view body);
+  void OnTlsHead(absl::string_view head);
+  void RefuseTls(absl::string_view own_text);
   /// `text` is for the peer, `own_text` for our log.
   void Refuse(uint8_t kind, absl::string_view text, absl::string_view own_text);
 
-  enum class Stage { kHelloHead, kHelloBody, kProof } stage_ = Stage::kHelloHead;
+  enum class Stage { kHelloHead, kHelloBody, kTlsBody, kProof } stage_ = Stage::kHelloHead;
   uint32_t client_version_ = 0;
   std::string expected_proof_;
 };

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
+#include "atoll/transport/lingerer.h"
 
 namespace Atoll::transport {
 namespace {
@@ -22,58 +23,19 @@ constexpr size_t kFramesAtOnce = 30;
 // caller that sends 64 MiB itself would hold up every heartbeat.
 constexpr size_t kCallerBudget = 256 << 10;
 constexpr size_t kLoopBudget = 4 << 20;
-constexpr absl::Duration kLinger = absl::Seconds(1);
-
-/// Keeps a closed socket until the peer has read what we sent: closing with unread input would reset the
-/// connection and destroy it.
-class Lingerer : public Loop::Handler, public std::enable_shared_from_this<Lingerer> {
- public:
-  Lingerer(Engine* engine, std::shared_ptr<Fd> fd)
-      : loop_(*engine->loop), traffic_(engine->traffic), fd_(std::move(fd)) {
-    traffic_.lingering.fetch_add(1);
-  }
-  ~Lingerer() override { traffic_.lingering.fetch_sub(1); }
-  void Start() {
-    if (shutdown(fd_->get(), SHUT_WR) != 0) return;
-    absl::StatusOr<Loop::HandlerId> id =
-        loop_.Register(fd_->get(), EPOLLIN | EPOLLRDHUP | EPOLLET, shared_from_this());
-    if (!id.ok()) return;
-    id_ = *id;
-    timer_ = loop_.At(loop_.Now() + kLinger, [self = shared_from_this()] { self->End(); });
-  }
-  void OnEventsOnLoop(uint32_t) override {
-    char sink[16 << 10];
-    while (true) {
-      const ssize_t got = recv(fd_->get(), sink, sizeof(sink), 0);
-      if (got > 0 || (got < 0 && errno == EINTR)) continue;
-      if (got < 0 && errno == EAGAIN) return;
-      loop_.Cancel(timer_);
-      return End();
-    }
-  }
-
- private:
-  void End() {
-    if (id_ != 0) loop_.Unregister(fd_->get(), std::exchange(id_, 0));
-  }
-
-  Loop& loop_;
-  Traffic& traffic_;
-  const std::shared_ptr<Fd> fd_;
-  Loop::HandlerId id_ = 0;
-  Loop::TimerId timer_;
-};
 
 }  // namespace
 
 Stream::~Stream() = default;
 
-void Stream::AttachOnLoop(Fd fd) {
+void Stream::AttachOnLoop(Fd fd, std::shared_ptr<Tls> tls) {
   auto shared = std::make_shared<Fd>(std::move(fd));
   {
     absl::MutexLock lock(&mu_);
     if (failed_) return;
     fd_ = shared;
+    tls_ = std::move(tls);
+    readable_ = tls_ != nullptr;  // It may hold bytes that no event tells of.
     attached_ = true;
   }
   absl::StatusOr<Loop::HandlerId> id =
@@ -131,6 +93,31 @@ void Stream::PopSentLocked(size_t sent, std::vector<WriteDone>* completed) {
   }
 }
 
+ssize_t Stream::SendParts(Fd& fd, const iovec* parts, size_t count) {
+  if (tls_ != nullptr) return tls_->Send(fd.get(), parts, count);
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(parts);
+  message.msg_iovlen = count;
+  const ssize_t sent = sendmsg(fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent > 0) traffic_.bytes_sent.fetch_add(sent, std::memory_order_relaxed);
+  return sent;
+}
+
+ssize_t Stream::ReceiveParts(const iovec* parts, size_t count) {
+  if (tls_ != nullptr) return tls_->Receive(receive_fd_->get(), parts, count);
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(parts);
+  message.msg_iovlen = count;
+  const ssize_t received = recvmsg(receive_fd_->get(), &message, MSG_DONTWAIT);
+  if (received > 0) traffic_.bytes_received.fetch_add(received, std::memory_order_relaxed);
+  return received;
+}
+
+absl::Status Stream::SocketError(int error, absl::string_view what) const {
+  const absl::Status inside = tls_ != nullptr ? tls_->failure() : absl::OkStatus();
+  return inside.ok() ? absl::UnavailableError(base::ErrnoStatus(error, what).message()) : inside;
+}
+
 void Stream::PumpWrites() {
   size_t budget = loop_.InLoop() ? kLoopBudget : kCallerBudget;
   absl::Status failure;
@@ -159,10 +146,7 @@ void Stream::PumpWrites() {
     const uint64_t events_seen = write_events_;
     const std::shared_ptr<Fd> fd = fd_;
     mu_.Unlock();
-    msghdr message{};
-    message.msg_iov = parts.data();
-    message.msg_iovlen = count;
-    const ssize_t sent = sendmsg(fd->get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = SendParts(*fd, parts.data(), count);
     const int error = errno;
     mu_.Lock();
     if (sent < 0) {
@@ -172,10 +156,9 @@ void Stream::PumpWrites() {
         if (events_seen == write_events_) writable_ = false;
         continue;
       }
-      failure = absl::UnavailableError(base::ErrnoStatus(error, "send").message());
+      failure = SocketError(error, "send");
       break;
     }
-    traffic_.bytes_sent.fetch_add(sent, std::memory_order_relaxed);
     budget -= std::min<size_t>(budget, sent);
     PopSentLocked(sent, &completed);
     if (completed.empty()) continue;
@@ -267,6 +250,7 @@ bool Stream::HungUpAndEmpty() {
     if (receiving_ || failed_ || !stash_.empty() || ahead_begin_ != ahead_end_) return false;
     fd = fd_;
   }
+  if (tls_ != nullptr) return tls_->AtEnd(fd->get());
   char byte;
   const ssize_t got = recv(fd->get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
   return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
@@ -292,12 +276,9 @@ Stream::Step Stream::Receive(char* into, size_t bytes, size_t* got, size_t* budg
   if (keep > 0) std::memmove(ahead_.get(), ahead_.get() + ahead_begin_, keep);
   ahead_begin_ = 0;
   ahead_end_ = keep;
-  iovec parts[2] = {{into, bytes}, {ahead_.get() + keep, kAheadBytes - keep}};
-  msghdr message{};
-  message.msg_iov = bytes > 0 ? parts : parts + 1;
-  message.msg_iovlen = bytes > 0 ? 2 : 1;
+  const iovec parts[2] = {{into, bytes}, {ahead_.get() + keep, kAheadBytes - keep}};
   while (true) {
-    const ssize_t received = recvmsg(receive_fd_->get(), &message, MSG_DONTWAIT);
+    const ssize_t received = bytes > 0 ? ReceiveParts(parts, 2) : ReceiveParts(parts + 1, 1);
     if (received < 0 && errno == EINTR) continue;
     if (received < 0 && errno == EAGAIN) {
       absl::MutexLock lock(&mu_);
@@ -305,14 +286,13 @@ Stream::Step Stream::Receive(char* into, size_t bytes, size_t* got, size_t* budg
       return Step::kNeedMore;
     }
     if (received < 0) {
-      *failure = absl::UnavailableError(base::ErrnoStatus(errno, "recv").message());
+      *failure = SocketError(errno, "recv");
       return Step::kFailed;
     }
     if (received == 0) {
       *failure = absl::UnavailableError("the peer closed the connection");
       return Step::kFailed;
     }
-    traffic_.bytes_received.fetch_add(received, std::memory_order_relaxed);
     *budget -= std::min<size_t>(*budget, received);
     *got = std::min<size_t>(received, bytes);
     ahead_end_ += received - *got;
@@ -428,6 +408,7 @@ void Stream::FinishOnLoop() {
   }
   if (give_back) FailWrites();
   PumpReads();
+  if (linger && tls_ != nullptr) tls_->SayGoodbye(fd->get());
   if (linger) std::make_shared<Lingerer>(engine_.get(), std::move(fd))->Start();
 }
 

@@ -23,6 +23,7 @@
 #include "atoll/transport/engine.h"
 #include "atoll/transport/socket.h"
 #include "atoll/transport/tensorpipe_headers.h"
+#include "atoll/transport/tls.h"
 
 namespace Atoll::transport {
 
@@ -36,8 +37,8 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
       : engine_(std::move(engine)), loop_(*engine_->loop), traffic_(engine_->traffic) {}
   ~Stream() override;
 
-  /// Gives it its socket. On the loop, once.
-  void AttachOnLoop(Fd fd);
+  /// Gives it its socket, and the TLS on it (null: plain). On the loop, once.
+  void AttachOnLoop(Fd fd, std::shared_ptr<Tls> tls);
   /// Frames that were read and checked before, given out by ReadFrame before any other, even after a
   /// failure of the socket (trap: an error on its first read kills TensorPipe's listener). Before the first
   /// read by TensorPipe.
@@ -87,6 +88,10 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   size_t TakeAhead(char* into, size_t bytes);
   void DeliverFrame();
   bool HungUpAndEmpty();
+  ssize_t SendParts(Fd& fd, const iovec* parts, size_t count);
+  ssize_t ReceiveParts(const iovec* parts, size_t count);
+  /// What an errno of these two means.
+  absl::Status SocketError(int error, absl::string_view what) const;
   void Fail(absl::Status status, bool local);
   void FinishOnLoop();
   void FailWrites();
@@ -99,6 +104,7 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   std::vector<absl::AnyInvocable<void(const absl::Status&)>> on_end_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Fd> fd_ ABSL_GUARDED_BY(mu_);
   Loop::HandlerId id_ ABSL_GUARDED_BY(mu_) = 0;
+  std::shared_ptr<Tls> tls_;  // Constant once attached_, which every user has seen.
   bool attached_ ABSL_GUARDED_BY(mu_) = false;
   bool failed_ ABSL_GUARDED_BY(mu_) = false;
   bool closed_by_us_ ABSL_GUARDED_BY(mu_) = false;

@@ -186,7 +186,7 @@ void TransportContext::ShedOnLoop(int listening_fd) {
 }
 
 void TransportContext::GreetOnLoop(Fd fd, const SocketAddress& address) {
-  auto greeter = std::make_shared<Greeter>(engine_.get(), &options_.handshake);
+  const std::shared_ptr<Greeter> greeter = NewGreeter();
   auto place = strangers_.insert(strangers_.end(), greeter);
   greeter->StartServer(std::move(fd), address, options_.handshake_limit,
                        [self = shared_from_this(), place, address](absl::StatusOr<Greeted> greeted) {
@@ -216,8 +216,8 @@ void TransportContext::Refuse(const absl::Status& status, const SocketAddress& a
 }
 
 bool TransportContext::IsNewsOnLoop(const absl::Status& status, const SocketAddress& address) {
-  // Another version, build or job: a mistake in a launch. All else is noise, or an attack.
-  if (!absl::IsFailedPrecondition(status)) return false;
+  // Another version, build, job or key, a wrong certificate: a mistake in a launch. All else is noise, or an attack.
+  if (!absl::IsFailedPrecondition(status) && !absl::IsUnauthenticated(status)) return false;
   const std::string text = address.ToString();
   const std::string host = text.substr(0, text.rfind(':'));
   if (!told_.contains(host) && told_.size() >= kToldHosts) return false;
@@ -239,7 +239,7 @@ void TransportContext::AdmitOnLoop(Greeted greeted) {
     arrival->timer.reset();
     arrival->stream->Close(absl::DeadlineExceededError("the first frames took too long"));
   });
-  arrival->stream->AttachOnLoop(std::move(greeted.fd));
+  arrival->stream->AttachOnLoop(std::move(greeted.fd), std::move(greeted.tls));
   arrival->stream->ReadFrame(
       kMaxFirstFrame,
       [self = shared_from_this(), arrival](const tensorpipe::Error& error, const void* data, size_t bytes) {
@@ -409,7 +409,7 @@ std::shared_ptr<tensorpipe::transport::Connection> TransportContext::ConnectTick
   }
   if (!offered.has_value()) return Refused(absl::InternalError("a ticket that was not given out"));
   auto stream = NewStream(offered->link);
-  stream->AttachOnLoop(std::move(offered->greeted.fd));
+  stream->AttachOnLoop(std::move(offered->greeted.fd), std::move(offered->greeted.tls));
   return Wrap(std::move(stream), std::move(offered->link), std::move(route));
 }
 
@@ -425,14 +425,14 @@ std::shared_ptr<tensorpipe::transport::Connection> TransportContext::ConnectRout
   loop_.Defer([self = shared_from_this(), stream, route, listener] {
     // CloseOnLoop aborts who is being greeted, and may have run.
     if (self->closed()) return stream->Close(absl::CancelledError("the endpoint is closed"));
-    auto greeter = std::make_shared<Greeter>(self->engine_.get(), &self->options_.handshake);
+    const std::shared_ptr<Greeter> greeter = self->NewGreeter();
     self->callers_[greeter.get()] = greeter;
     greeter->StartClient(
         route->address, route->peer, Purpose{static_cast<uint8_t>(listener), Purpose::kNoLane},
         self->options_.handshake_limit, [self, stream, key = greeter.get()](absl::StatusOr<Greeted> greeted) {
           self->callers_.erase(key);
           if (!greeted.ok()) return stream->Close(greeted.status());
-          stream->AttachOnLoop(std::move(greeted->fd));
+          stream->AttachOnLoop(std::move(greeted->fd), std::move(greeted->tls));
         });
   });
   return Wrap(std::move(stream), nullptr, std::move(route));

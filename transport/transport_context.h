@@ -55,6 +55,7 @@ class TransportContext final : public tensorpipe::transport::Context,
  public:
   struct Options {
     HandshakeConfig handshake;
+    std::shared_ptr<const TlsContext> tls;  ///< Of TCP; null: none.
     absl::Duration handshake_limit;
     int max_unauthenticated = 0;
     MessageLimits limits;
@@ -74,7 +75,9 @@ class TransportContext final : public tensorpipe::transport::Context,
   /// is none (any more).
   std::shared_ptr<Link> TakeLink(const std::string& remote_name);
 
-  const HandshakeConfig& handshake() const { return options_.handshake; }
+  std::shared_ptr<Greeter> NewGreeter() const {
+    return std::make_shared<Greeter>(engine_.get(), &options_.handshake, options_.tls);
+  }
   Engine* engine() const { return engine_.get(); }
 
   // tensorpipe::transport::Context. Neither connect nor listen throws.

@@ -156,7 +156,8 @@ TEST_P(AgentLimitsTest, ABacklogIsBoundedAndWhatIsTakenRunsOnce) {
   EXPECT_EQ(taken, 10);
   release.Notify();
   EXPECT_TRUE(block.Wait(kHang).ok());
-  EXPECT_TRUE(a.Call("b", {"note"}, Body(std::string(100'000, 'x'))).Wait(kHang).ok());
+  // A small one has room while the others still wait, and runs behind them.
+  EXPECT_TRUE(a.Call("b", {"note"}, Body("")).Wait(kHang).ok());
   EXPECT_EQ(ran, taken + 1);
   Stop("a");
   Stop("b");

@@ -165,6 +165,29 @@ TEST_F(Program, KeyFilesAreChecked) {
   unlink(path.c_str());
 }
 
+TEST_F(Program, TlsIsNoneOrAKeyOrFiles) {
+  Parse({"--owners=1", "--workers=1", "--rank=0"});
+  EXPECT_EQ(LaunchFromFlags(std::nullopt, Env())->launch.tls.mode, base::TlsMode::kNone);
+  environment_["ATOLL_TLS"] = "psk";
+  EXPECT_EQ(LaunchFromFlags(std::nullopt, Env())->launch.tls.mode, base::TlsMode::kPsk);
+  environment_["ATOLL_TLS"] = "on";
+  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS='on'"), HasSubstr("none, psk or cert")));
+  environment_["ATOLL_TLS_CA"] = "ca.pem";
+  Parse({"--tls=none"});
+  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS_CA (--tls_ca) is given"), HasSubstr("--tls=cert alone")));
+  Parse({"--tls=cert"});
+  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS_CERT (--tls_cert) is not given")));
+  Parse({"--tls_cert=own.pem"});
+  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS_KEY (--tls_key) is not given")));
+  Parse({"--tls_key=own.key"});
+  const auto flagged = LaunchFromFlags(std::nullopt, Env());
+  ASSERT_TRUE(flagged.ok()) << flagged.status();
+  EXPECT_EQ(flagged->launch.tls.mode, base::TlsMode::kCert);
+  EXPECT_EQ(flagged->launch.tls.certificate_file, "own.pem");
+  EXPECT_EQ(flagged->launch.tls.key_file, "own.key");
+  EXPECT_EQ(flagged->launch.tls.ca_file, "ca.pem");
+}
+
 TEST_F(Program, NodeFlagsHaveRanges) {
   EXPECT_TRUE(NodeFlagsFromFlags().ok());
   for (const char* wrong : {"--port=-1", "--port=65536", "--lease=1ms", "--lease=inf", "--grace=-1s"}) {

@@ -134,7 +134,8 @@ TEST_P(JoinTest, CloseEndsAConnectThatWaits) {
   EXPECT_TRUE(absl::IsCancelled(promise.future().Wait(kLimit).status()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, JoinTest, ::testing::Values(Way::kTcp4, Way::kTcp6, Way::kUnix),
+INSTANTIATE_TEST_SUITE_P(Ways, JoinTest,
+                         ::testing::Values(Way::kTcp4, Way::kTcp6, Way::kUnix, Way::kTcpPsk, Way::kTcpCert),
                          [](const auto& info) { return WayName(info.param); });
 
 TEST(Endpoint, HostNamesAreResolved) {

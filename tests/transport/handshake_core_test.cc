@@ -71,6 +71,75 @@ TEST_F(HandshakeTest, BytesBehindTheProofAreNotWanted) {
   EXPECT_TRUE(server.finished());
 }
 
+TEST_F(HandshakeTest, InsideTlsItFitsThatConnectionAlone) {
+  const std::pair<std::string, std::string> channels[] = {
+      {"one", "one"}, {"one", "another"}, {"one", ""}, {"", "one"}};
+  for (const auto& [of_client, of_server] : channels) {
+    auto client = Client();
+    auto server = Server();
+    client.BindTo(of_client);
+    server.BindTo(of_server);
+    Run(client, server);
+    EXPECT_EQ(client.finished() && server.finished(), of_client == of_server);
+    EXPECT_EQ(absl::IsUnauthenticated(client.status()), of_client != of_server) << client.status();
+  }
+}
+
+TEST_F(HandshakeTest, AServerOfTlsRefusesAPlainHelloWithAText) {
+  server_.tls = base::TlsMode::kPsk;
+  auto client = Client();
+  auto server = Server();
+  server.ForbidPlain();
+  Run(client, server);
+  EXPECT_TRUE(absl::IsFailedPrecondition(server.status())) << server.status();
+  EXPECT_TRUE(absl::StrContains(server.status().message(), "the peer speaks without TLS, we have --tls=psk"));
+  EXPECT_TRUE(absl::IsFailedPrecondition(client.status())) << client.status();
+  EXPECT_TRUE(absl::StrContains(client.status().message(), "ours is --tls=none"));
+  EXPECT_TRUE(absl::StrContains(client.status().message(), "this endpoint has --tls=psk"));
+}
+
+TEST_F(HandshakeTest, APlainServerRefusesAHelloOfTlsOnceItIsRead) {
+  std::string hello("\x16\x03\x01\x00\xc8", 5);
+  hello += std::string(200, 'x');
+  for (size_t chunk : {1u, 7u, 4096u}) {
+    auto server = Server();
+    Give(server, hello.substr(0, hello.size() - 1), chunk);
+    EXPECT_TRUE(server.status().ok()) << server.status();
+    EXPECT_EQ(server.TakeOutput(), "");
+    Give(server, hello.substr(hello.size() - 1));
+    EXPECT_TRUE(absl::IsFailedPrecondition(server.status())) << server.status();
+    // A client of TLS tells it by its first byte, sends nothing of its own, and takes it.
+    client_.tls = base::TlsMode::kCert;
+    auto client = Client();
+    client.ForbidPlain();
+    EXPECT_EQ(client.TakeOutput(), "");
+    const std::string refusal = server.TakeOutput();
+    EXPECT_EQ(static_cast<uint8_t>(refusal[0]), kRefuseTls);
+    Give(client, refusal, chunk);
+    EXPECT_TRUE(absl::IsFailedPrecondition(client.status())) << client.status();
+    EXPECT_TRUE(absl::StrContains(client.status().message(), "this endpoint has --tls=none"));
+  }
+  for (const std::string& wild :
+       {std::string("\x16\x03\x01\xff\xff", 5), std::string("\x16\x03\x01\x00\x03", 5),
+        std::string("\x16\x04\x01\x00\xc8", 5)}) {
+    auto server = Server();
+    Give(server, wild + std::string(100, 'x'));
+    EXPECT_TRUE(absl::IsInvalidArgument(server.status())) << server.status();
+    EXPECT_EQ(server.TakeOutput(), "");
+  }
+}
+
+TEST_F(HandshakeTest, WhoAskedForTlsTakesNoChallengeWithoutIt) {
+  auto client = Client();
+  auto server = Server();
+  Give(server, client.TakeOutput());
+  auto careful = Client();
+  careful.ForbidPlain();
+  Give(careful, server.TakeOutput());
+  EXPECT_TRUE(absl::IsFailedPrecondition(careful.status())) << careful.status();
+  EXPECT_EQ(careful.TakeOutput(), "");
+}
+
 TEST_F(HandshakeTest, WrongKey) {
   client_.key[5] ^= 1;
   auto client = Client();

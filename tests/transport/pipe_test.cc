@@ -337,7 +337,8 @@ TEST_P(PipeTest, PipesWaitForOnPipe) {
 INSTANTIATE_TEST_SUITE_P(Ways, PipeTest,
                          ::testing::Values(Case{Way::kTcp4, false}, Case{Way::kTcp6, false},
                                            Case{Way::kUnix, false}, Case{Way::kTcp4, true},
-                                           Case{Way::kUnix, true}),
+                                           Case{Way::kUnix, true}, Case{Way::kTcpPsk, false},
+                                           Case{Way::kTcpCert, false}),
                          [](const auto& info) {
                            return WayName(info.param.way) + (info.param.cma ? "Cma" : "");
                          });

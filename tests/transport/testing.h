@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "atoll/base/future.h"
 #include "atoll/base/ids.h"
+#include "atoll/tests/transport/certificates.h"
 #include "atoll/transport/endpoint.h"
 #include "atoll/transport/pipe.h"
 
@@ -36,10 +37,22 @@ bool Poll(Condition&& condition) {
   return false;
 }
 
-enum class Way { kTcp4, kTcp6, kUnix };
+enum class Way { kTcp4, kTcp6, kUnix, kTcpPsk, kTcpCert };
 
 inline std::string WayName(Way way) {
-  return way == Way::kTcp4 ? "TcpV4" : way == Way::kTcp6 ? "TcpV6" : "Unix";
+  switch (way) {
+    case Way::kTcp4:
+      return "TcpV4";
+    case Way::kTcp6:
+      return "TcpV6";
+    case Way::kUnix:
+      return "Unix";
+    case Way::kTcpPsk:
+      return "TcpPsk";
+    case Way::kTcpCert:
+      return "TcpCert";
+  }
+  return "?";
 }
 
 inline EndpointOptions Options(const std::string& name, Way way = Way::kTcp4) {
@@ -49,6 +62,8 @@ inline EndpointOptions Options(const std::string& name, Way way = Way::kTcp4) {
   options.key.bytes = kKey;
   options.bind = way == Way::kTcp6 ? "::1" : "127.0.0.1";
   options.enable_unix = way == Way::kUnix;
+  if (way == Way::kTcpPsk) options.tls.mode = base::TlsMode::kPsk;
+  if (way == Way::kTcpCert) options.tls = SharedIdentity();
   return options;
 }
 
@@ -188,7 +203,7 @@ inline std::string Pattern(size_t bytes, uint64_t seed) {
     state = state * 6364136223846793005u + 1442695040888963407u;
     std::memcpy(&text[i], &state, 8);
   }
-  for (; i < bytes; ++i) text[i] = static_cast<char>(seed + i);
+  std::memcpy(text.data() + i, &state, bytes - i);
   return text;
 }
 
