@@ -42,11 +42,13 @@ namespace Atoll::client {
 /// as torch::nn::Module::named_parameters() is, or as pairs.
 class NamedTensors {
  public:
+  // NOLINTBEGIN(google-explicit-constructor): a model's parameters are given as they are.
   NamedTensors(std::vector<std::pair<std::string, at::Tensor>> items) : items_(std::move(items)) {}
   template <class Dict, class = decltype(std::declval<const Dict&>().begin()->key())>
   NamedTensors(const Dict& dict) {
     for (const auto& item : dict) items_.emplace_back(item.key(), item.value());
   }
+  // NOLINTEND(google-explicit-constructor)
   const std::vector<std::pair<std::string, at::Tensor>>& items() const { return items_; }
 
  private:

@@ -1,4 +1,6 @@
 // The flags that the programs share, and the reading of command lines.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -224,6 +226,19 @@ absl::Status SetLog(const Environment& environment) {
   return absl::OkStatus();
 }
 
+/// Whether the process may have as many open files as its connections take, seen with a job that trains: 14, and
+/// for each peer 4 over Unix sockets or 7 to 8 over TCP. Without them it would seem that others do not come.
+absl::Status CheckOpenFiles(const Launch& launch) {
+  const int peers = launch.role == Role::kOwner ? launch.world_size - 1 : launch.owners;
+  const bool all_unix = OnOneHost(launch) && absl::GetFlag(FLAGS_unix_sockets);
+  const rlim_t needed = static_cast<rlim_t>(20 + (all_unix ? 4 : 8) * peers);
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= needed) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("the limit on open files (ulimit -n) is ", files.rlim_cur,
+                                                 ": with ", peers, " peers ", launch.name, " needs ",
+                                                 needed));
+}
+
 /// `use` gets the environment with the flags over it; its error is explained.
 absl::Status WithOverlay(const Environment& environment, std::optional<Role> role,
                          const std::function<absl::Status(const Environment&)>& use) {
@@ -338,7 +353,7 @@ absl::StatusOr<FlaggedLaunch> LaunchFromFlags(std::optional<Role> role, const En
                                                    : "; atoll-worker is the program of workers"));
     }
     ATOLL_ASSIGN_OR_RETURN(flagged.key_file, EnsureJobKey(flagged.launch, laid));
-    return absl::OkStatus();
+    return CheckOpenFiles(launch);
   }));
   base::SetLogName(flagged.launch.name);
   return flagged;

@@ -89,8 +89,10 @@ class Attacker:
         except ssl.SSLWantReadError:
             pass
         noise = self.random.randbytes(self.random.randrange(1, 5000))
-        for data in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", hello.read(), noise, b"\0" * 100):
+        for data in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", noise, b"\0" * 100):
             self.test.assertEqual(self.ends(raw_peer.connect(self.any_door(), HANG_LIMIT_S), data), b"")
+        answer = self.ends(raw_peer.connect(self.any_door(), HANG_LIMIT_S), hello.read())
+        self.test.assertTrue(answer == b"" or b"--tls=none" in answer, answer)  # A peer with TLS is told.
 
     def huge_lengths(self):
         for length in (4097, 1 << 31, (1 << 32) - 1, 0):

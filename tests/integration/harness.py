@@ -106,6 +106,8 @@ class Process:
         if self.process.poll() is not None:
             raise AssertionError(f"{self.name} ended too early for the test\n" + self.transcript())
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:  # Until its last thread has stopped.
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def kill(self):
         if self.process.poll() is None:

@@ -276,12 +276,12 @@ def prefix(kind, what=0, flags=0, number=0, call=0, lowest=0):
 
 def session_hello(attempt=1):
     limits = struct.pack("<QQQ", 16 << 20, 4096, 1 << 40)
-    return prefix(1) + struct.pack("<IQQ", 2, attempt, 0) + limits + struct.pack("<II", 0, 0)
+    return prefix(1) + struct.pack("<IQQ", 3, attempt, 0) + limits + struct.pack("<II", 0, 0)
 
 
 def request(number, method, body):
     return (prefix(3, what=1, flags=1, number=number, call=number, lowest=number) + struct.pack("<q", 0) +
-            string(method) + struct.pack("<I", 1) + string(body) + struct.pack("<I", 0))
+            string(method) + struct.pack("<II", 1, 0) + string(body) + struct.pack("<I", 0))
 
 
 def take_answer(raw):

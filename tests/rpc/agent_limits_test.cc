@@ -19,7 +19,7 @@ using base::Ran;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-Payload Ones(std::vector<int64_t> counts) {
+Payload Ones(const std::vector<int64_t>& counts) {
   Payload payload;
   for (int64_t count : counts) payload.tensors.push_back(Copy(at::ones({count})));
   return payload;

@@ -166,6 +166,13 @@ class MembershipTest : public ::testing::Test {
     children_.insert(child);
     return child;
   }
+  // Until its last thread has stopped: the signal goes to one, which stops the others when it runs.
+  void StopChild(pid_t child) {
+    kill(child, SIGSTOP);
+    int state = 0;
+    ASSERT_EQ(waitpid(child, &state, WUNTRACED), child);
+    ASSERT_TRUE(WIFSTOPPED(state)) << state;
+  }
   int Wait(pid_t child) {
     int state = 0;
     EXPECT_EQ(waitpid(child, &state, 0), child);
@@ -388,7 +395,7 @@ TEST_F(MembershipTest, WhoseOldSelfDoesNotAnswerJoinsWhenItsLeaseEnds) {
   Serve(options);
   pid_t child = StartChild("a", 1, 2);
   ASSERT_EQ(child_says_, "joined\n");
-  kill(child, SIGSTOP);  // To the others as if its host had lost its power.
+  StopChild(child);  // To the others as if its host had lost its power.
   ranks_[1] = std::make_unique<RankOf>("a");
   EXPECT_EQ(TryJoin(*ranks_[1], Options(1, 2)), absl::OkStatus());
 }
@@ -428,7 +435,7 @@ TEST_F(MembershipTest, AStoppedMemberIsDeadByItsLeaseAndToldWhenItWakes) {
   Watch at_c(Of(0));
   pid_t child = StartChild("a", 1, 2);
   ASSERT_EQ(child_says_, "joined\n");
-  kill(child, SIGSTOP);
+  StopChild(child);
   EXPECT_THAT(std::string(at_c.Await(Kind::kDead, "a").reason.message()),
               HasSubstr("nothing was heard of it"));
   kill(child, SIGCONT);

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -148,6 +149,27 @@ TEST_F(Program, SaysWhichFlagOrVariableIsWrong) {
   }
   Parse({"--log_level=loud"});
   EXPECT_THAT(Error(), HasSubstr("'loud' (--log_level)"));
+}
+
+TEST_F(Program, TooFewOpenFilesAreSaidWithTheNumberNeeded) {
+  Parse({"--owners=2", "--workers=40", "--rank=1"});
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  auto error_at = [&](rlim_t limit, std::optional<Role> role) {
+    rlimit lower = before;
+    lower.rlim_cur = limit;
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &lower), 0);
+    const std::string error = Error(role);
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+    return error;
+  };
+  EXPECT_THAT(error_at(128, Role::kOwner),
+              HasSubstr("the limit on open files (ulimit -n) is 128: with 41 peers owner1 needs 184"));
+  EXPECT_EQ(error_at(184, Role::kOwner), "no error");
+  Parse({"--nounix_sockets"});
+  EXPECT_THAT(error_at(184, Role::kOwner), HasSubstr("needs 348"));
+  Parse({"--rank=2"});
+  EXPECT_EQ(error_at(36, Role::kWorker), "no error");  // It has connections to owners alone.
 }
 
 TEST_F(Program, KeyFilesAreChecked) {
