@@ -19,7 +19,8 @@ enum class Fault { kNone, kDrop, kDelay, kRepeat, kReorder, kCut, kHalfOpen, kSt
 /// The dice, which all pipes of an endpoint throw, and the thread that brings what is late.
 class Faults {
  public:
-  explicit Faults(FaultPlan plan) : plan_(plan), random_(plan.seed), timer_(&clock_) {}
+  explicit Faults(FaultPlan plan)
+      : plan_(plan), random_(plan.seed), timer_(std::make_unique<base::Timer>(&clock_)) {}
 
   Fault Throw(bool first) {
     absl::MutexLock lock(&mu_);
@@ -51,7 +52,24 @@ class Faults {
     absl::MutexLock lock(&mu_);
     plan_ = plan;
   }
-  void After(absl::Duration delay, base::Task task) { timer_.At(clock_.Now() + delay, std::move(task)); }
+  void After(absl::Duration delay, base::Task task) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (timer_ != nullptr) {
+        timer_->At(clock_.Now() + delay, std::move(task));
+        return;
+      }
+    }
+    std::move(task)();  // The endpoint has ended.
+  }
+  /// Ends the thread. A task on it may hold the last pipe, and with that this: it must not be this that ends it.
+  void Stop() {
+    std::unique_ptr<base::Timer> timer;
+    {
+      absl::MutexLock lock(&mu_);
+      timer = std::move(timer_);
+    }
+  }
 
   FaultCounts counts;
 
@@ -60,7 +78,7 @@ class Faults {
   FaultPlan plan_ ABSL_GUARDED_BY(mu_);
   std::mt19937_64 random_ ABSL_GUARDED_BY(mu_);
   base::RealClock clock_;
-  base::Timer timer_;
+  std::unique_ptr<base::Timer> timer_ ABSL_GUARDED_BY(mu_);
 };
 
 class FaultyPipe : public Pipe, public std::enable_shared_from_this<FaultyPipe> {
@@ -196,6 +214,7 @@ class FaultInjectorImpl : public FaultInjector {
   ~FaultInjectorImpl() override {
     Close();
     Join();
+    faults_->Stop();
   }
 
   std::vector<std::string> addresses() const override { return inner_->addresses(); }
