@@ -280,7 +280,8 @@ TEST(Launch, WhatIsMissingOrMalformedIsNamed) {
   ExpectError(with("ATOLL_NAME", "a b"), "the name (ATOLL_NAME) 'a b'");
   ExpectError(with("ATOLL_NAME", "a\n\x1b[31m"),
               R"((ATOLL_NAME) 'a\n\x1b[31m' should be of letters, digits and '_', '.', ':', '-' only)");
-  ExpectError(with("ATOLL_NAME", std::string(128, 'n').c_str()), "has 128 characters: it should have 1 to 127");
+  ExpectError(with("ATOLL_NAME", std::string(128, 'n').c_str()),
+              "has 128 characters: it should have 1 to 127");
   ExpectError(with("ATOLL_OWNERS", "\n"), R"(ATOLL_OWNERS='\n': it should be)");
   ExpectError(with("ATOLL_BIND", ""), "ATOLL_BIND=''");
   ExpectError(with("ATOLL_JOIN_LIMIT", "60"), "ATOLL_JOIN_LIMIT='60'");

@@ -231,7 +231,8 @@ TEST_P(HeldTest, ADeadlineWhileTheReplyLandsGivesTheMemoryBack) {
   options.reply_into = {into};
   absl::Status status;
   // Until the reply had begun to land when the deadline came, however busy the machine is.
-  for (options.timeout = absl::Milliseconds(200); options.timeout < kHang; options.timeout = 2 * *options.timeout) {
+  for (options.timeout = absl::Milliseconds(200); options.timeout < kHang;
+       options.timeout = 2 * *options.timeout) {
     status = a.Call("b", {"pull"}, Body(""), options).Wait(2 * kHang).status();
     if (!absl::IsDeadlineExceeded(status)) break;
     network_->HoldReads(false);

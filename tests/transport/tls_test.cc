@@ -307,9 +307,8 @@ class Relay {
         if (stop_ || !near.valid()) return;
         auto far = std::make_shared<RawSocket>(server_);
         auto own = std::make_shared<RawSocket>(std::move(near));
-        for (auto [from, to] : {std::pair{own, far}, std::pair{far, own}}) {
-          passers_.emplace_back([this, from, to] { Pass(*from, *to); });
-        }
+        passers_.emplace_back([this, own, far] { Pass(*own, *far); });
+        passers_.emplace_back([this, own, far] { Pass(*far, *own); });
       }
     });
   }
