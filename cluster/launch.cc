@@ -6,13 +6,13 @@
 
 #include <cstdlib>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "atoll/base/status.h"
+#include "atoll/base/words.h"
 #include "atoll/cluster/job_key.h"
 
 namespace Atoll::cluster {
@@ -239,10 +239,9 @@ absl::Status CheckWord(absl::string_view what, absl::string_view word, size_t ma
     return absl::InvalidArgumentError(
         absl::StrCat(what, " has ", word.size(), " characters: it should have 1 to ", max_bytes));
   }
-  for (char c : word) {
-    if (absl::ascii_isalnum(c) || absl::StrContains("_.:-", absl::string_view(&c, 1))) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        what, " '", absl::CHexEscape(word), "' should be of letters, digits and '_', '.', ':', '-' only"));
+  if (!base::IsWord(word, max_bytes)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " '", absl::CHexEscape(word), "' should be of ", base::kWordLetters, " only"));
   }
   return absl::OkStatus();
 }
@@ -367,7 +366,7 @@ absl::Status Finish(Launch& launch) {
   int index = launch.role == Role::kOwner ? launch.rank : launch.rank - launch.owners;
   launch.name = launch.given_name.empty() ? absl::StrCat(RoleName(launch.role), index) : launch.given_name;
   ATOLL_RETURN_IF_ERROR(CheckWord("the job's id (ATOLL_JOB)", launch.job, 128));
-  ATOLL_RETURN_IF_ERROR(CheckWord("the name (ATOLL_NAME)", launch.name, 127));
+  ATOLL_RETURN_IF_ERROR(CheckWord("the name (ATOLL_NAME)", launch.name, base::kMaxMemberNameBytes));
   if (launch.bind.empty()) {
     if (!OnOneHost(launch)) launch.bind = AddressTowards(launch.coordinator_host, launch.coordinator_port);
     // Without a route yet (a name that resolves later), or on the coordinator's own host where its name means

@@ -1,35 +1,26 @@
 // Who is let in: joins, and those that wait until it is known whether the member in their way lives.
 #include <algorithm>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "atoll/base/words.h"
 #include "atoll/cluster/membership_core.h"
 
 namespace Atoll::cluster {
 namespace {
 
-constexpr size_t kMaxNameBytes = 127;
 constexpr size_t kMaxRoleBytes = 32;
 constexpr size_t kMaxAddressBytes = 512;
-constexpr absl::string_view kOf = " letters, digits and '_', '.', ':', '-'";
 constexpr absl::string_view kAlive = "which is alive";
 constexpr absl::string_view kSilent = "which does not answer but whose lease still runs";
-
-bool IsWord(absl::string_view text, size_t max_bytes) {
-  if (text.empty() || text.size() > max_bytes) return false;
-  return std::all_of(text.begin(), text.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == ':' || c == '-';
-  });
-}
 
 }  // namespace
 
 absl::Status MembershipCore::CheckJoin(const Member& member) const {
-  if (!IsWord(member.id.name, kMaxNameBytes)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a member's name should be of 1 to ", kMaxNameBytes, kOf, ": '",
-                     absl::CHexEscape(member.id.name.substr(0, kMaxNameBytes)), "' is not"));
+  if (!base::IsWord(member.id.name, base::kMaxMemberNameBytes)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a member's name should be of 1 to ", base::kMaxMemberNameBytes, " ", base::kWordLetters, ": '",
+        absl::CHexEscape(member.id.name.substr(0, base::kMaxMemberNameBytes)), "' is not"));
   }
   if (member.id.incarnation == base::Incarnation(0)) {
     return absl::InvalidArgumentError(absl::StrCat(member.id.name, " has no incarnation"));
@@ -39,9 +30,9 @@ absl::Status MembershipCore::CheckJoin(const Member& member) const {
                                                    options_.world_size - 1, ", the job has a world of ",
                                                    options_.world_size));
   }
-  if (!IsWord(member.role, kMaxRoleBytes)) {
+  if (!base::IsWord(member.role, kMaxRoleBytes)) {
     return absl::InvalidArgumentError(
-        absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, kOf));
+        absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, " ", base::kWordLetters));
   }
   bool fit = !member.addresses.empty() && member.addresses.size() <= kMaxAddresses;
   for (const std::string& address : member.addresses) {

@@ -59,25 +59,26 @@ void Batcher::Add(ServerCall call) {
       if (waiting_.size() >= static_cast<size_t>(options_.size)) {
         full = TakeLocked();
       } else if (waiting_.size() == 1 && options_.delay != absl::InfiniteDuration()) {
+        // Timers are not for work.
+        auto late = [weak = weak_from_this(), batch = batch_] {
+          if (auto self = weak.lock()) self->HandOn(batch);
+        };
         timer_ = agent_->timer()->At(agent_->clock()->Now() + options_.delay,
-                                     [weak = weak_from_this(), batch = batch_, pool = agent_->pool()] {
-                                       // Timers are not for work.
-                                       pool->Schedule([weak, batch] {
-                                         auto self = weak.lock();
-                                         if (self == nullptr) return;
-                                         std::vector<ServerCall> late;
-                                         {
-                                           absl::MutexLock lock(&self->mu_);
-                                           if (self->batch_ == batch) late = self->TakeLocked();
-                                         }
-                                         self->Handle(std::move(late));
-                                       });
-                                     });
+                                     [pool = agent_->pool(), late] { pool->Schedule(late); });
       }
     }
   }
   if (!stopped.ok()) return std::move(call.responder).Reply(stopped);
   Handle(std::move(full));
+}
+
+void Batcher::HandOn(uint64_t batch) {
+  std::vector<ServerCall> calls;
+  {
+    absl::MutexLock lock(&mu_);
+    if (batch_ == batch) calls = TakeLocked();
+  }
+  Handle(std::move(calls));
 }
 
 std::vector<ServerCall> Batcher::TakeLocked() {
@@ -103,8 +104,8 @@ void Batcher::Flush() {
     calls = TakeLocked();
   }
   if (calls.empty()) return;
-  auto shared = std::make_shared<std::vector<ServerCall>>(std::move(calls));
-  agent_->pool()->Schedule([self = shared_from_this(), shared] { self->Handle(std::move(*shared)); });
+  agent_->pool()->Schedule(
+      [self = shared_from_this(), calls = std::move(calls)]() mutable { self->Handle(std::move(calls)); });
 }
 
 void Batcher::Stop(absl::string_view why) {

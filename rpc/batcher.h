@@ -47,6 +47,7 @@ class Batcher : public std::enable_shared_from_this<Batcher> {
   Batcher(Agent* agent, Options options, BatchHandler handler);
   void Add(ServerCall call);
   void Handle(std::vector<ServerCall> calls) const;
+  void HandOn(uint64_t batch);  // If it waits still.
   std::vector<ServerCall> TakeLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   Agent* const agent_;

@@ -189,6 +189,16 @@ void Serve(Operators& operators, ServerCall call) {
   std::move(call.responder).Reply(reply());
 }
 
+std::vector<c10::IValue> ToValues(OperatorCall call) {
+  std::vector<c10::IValue> keywords;
+  for (auto& [name, value] : call.keywords) {
+    keywords.emplace_back(name);
+    keywords.push_back(std::move(value));
+  }
+  return {std::move(call.name), c10::ivalue::Tuple::create(std::move(call.arguments)),
+          c10::ivalue::Tuple::create(std::move(keywords))};
+}
+
 }  // namespace
 
 absl::Status ServeOperators(Agent* agent, OperatorRule rule) {
@@ -215,26 +225,22 @@ void CallValues(Agent* agent, absl::string_view to, const MethodId& method, std:
               });
 }
 
+base::Future<std::vector<c10::IValue>> CallValues(Agent* agent, absl::string_view to, const MethodId& method,
+                                                  std::vector<c10::IValue> values, CallOptions options) {
+  base::Promise<std::vector<c10::IValue>> promise;
+  CallValues(agent, to, method, std::move(values), std::move(options),
+             [promise](absl::StatusOr<std::vector<c10::IValue>> result) { promise.Set(std::move(result)); });
+  return promise.future();
+}
+
 void CallOperator(Agent* agent, absl::string_view to, OperatorCall call, CallOptions options,
                   OnValues on_values) {
-  std::vector<c10::IValue> keywords;
-  for (auto& [name, value] : call.keywords) {
-    keywords.emplace_back(name);
-    keywords.push_back(std::move(value));
-  }
-  CallValues(agent, to, kOperator,
-             {std::move(call.name), c10::ivalue::Tuple::create(std::move(call.arguments)),
-              c10::ivalue::Tuple::create(std::move(keywords))},
-             std::move(options), std::move(on_values));
+  CallValues(agent, to, kOperator, ToValues(std::move(call)), std::move(options), std::move(on_values));
 }
 
 base::Future<std::vector<c10::IValue>> CallOperator(Agent* agent, absl::string_view to, OperatorCall call,
                                                     CallOptions options) {
-  base::Promise<std::vector<c10::IValue>> promise;
-  CallOperator(
-      agent, to, std::move(call), std::move(options),
-      [promise](absl::StatusOr<std::vector<c10::IValue>> values) { promise.Set(std::move(values)); });
-  return promise.future();
+  return CallValues(agent, to, kOperator, ToValues(std::move(call)), std::move(options));
 }
 
 }  // namespace Atoll::rpc

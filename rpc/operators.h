@@ -45,5 +45,7 @@ base::Future<std::vector<c10::IValue>> CallOperator(Agent* agent, absl::string_v
 /// For other methods of values: makes a call, and decodes its answer.
 void CallValues(Agent* agent, absl::string_view to, const MethodId& method, std::vector<c10::IValue> values,
                 CallOptions options, OnValues on_values);
+base::Future<std::vector<c10::IValue>> CallValues(Agent* agent, absl::string_view to, const MethodId& method,
+                                                  std::vector<c10::IValue> values, CallOptions options = {});
 
 }  // namespace Atoll::rpc

@@ -14,6 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "atoll/rpc/exception_text.h"
 #include "atoll/rpc/user_code.h"
+#include "atoll/rpc/wire.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -125,8 +126,8 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
   absl::Status Explain(const absl::Status& status) const {
     absl::MutexLock lock(&mu_);
     return base::WithRan(
-        absl::Status(status.code(), absl::StrCat("calling ", method_.name, " v", method_.version, " on ", to_,
-                                                 " again: ", status.message(),
+        absl::Status(status.code(), absl::StrCat("calling ", MethodText(method_.name, method_.version),
+                                                 " on ", to_, " again: ", status.message(),
                                                  last_.ok() ? "" : "; the last attempt: ", last_.message())),
         may_have_run_ ? base::Ran::kMaybe : base::Ran::kNo);
   }

@@ -20,6 +20,11 @@ namespace {
 const MethodId kScript{"torch.script", 1};
 constexpr size_t kMaxName = 128;
 
+std::vector<c10::IValue> ToValues(ScriptCall call) {
+  return {std::move(call.module), std::move(call.method),
+          c10::ivalue::Tuple::create(std::move(call.arguments))};
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<ScriptModules>> ScriptModules::Serve(Agent* agent) {
@@ -108,18 +113,12 @@ void ScriptModules::Run(ServerCall call) const {
 
 void CallScript(Agent* agent, absl::string_view to, ScriptCall call, CallOptions options,
                 OnValues on_values) {
-  CallValues(
-      agent, to, kScript,
-      {std::move(call.module), std::move(call.method), c10::ivalue::Tuple::create(std::move(call.arguments))},
-      std::move(options), std::move(on_values));
+  CallValues(agent, to, kScript, ToValues(std::move(call)), std::move(options), std::move(on_values));
 }
 
 base::Future<std::vector<c10::IValue>> CallScript(Agent* agent, absl::string_view to, ScriptCall call,
                                                   CallOptions options) {
-  base::Promise<std::vector<c10::IValue>> promise;
-  CallScript(agent, to, std::move(call), std::move(options),
-             [promise](absl::StatusOr<std::vector<c10::IValue>> values) { promise.Set(std::move(values)); });
-  return promise.future();
+  return CallValues(agent, to, kScript, ToValues(std::move(call)), std::move(options));
 }
 
 }  // namespace Atoll::rpc

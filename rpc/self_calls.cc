@@ -137,9 +137,7 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
     if (!status.ok()) {
       End(pending, Explain(status, method, base::Ran::kNo));
     } else if (options.on_received != nullptr) {
-      hub_->Schedule([on_received = std::move(options.on_received)] {
-        RunCallback("what waits for a request's arrival", on_received);
-      });
+      CallbackExecutor(hub_->executor(), kOnReceived).Schedule(std::move(options.on_received));
     }
     return;
   }

@@ -246,9 +246,8 @@ void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
     case Kind::kAcked:
       if (auto* message = static_cast<Message*>(action.message.get());
           message != nullptr && message->on_received) {
-        hub_->Schedule([on_received = std::exchange(message->on_received, nullptr)] {
-          RunCallback("what waits for a request's arrival", on_received);
-        });
+        CallbackExecutor(hub_->executor(), kOnReceived)
+            .Schedule(std::exchange(message->on_received, nullptr));
       }
       return;
     case Kind::kDropped:
@@ -303,6 +302,12 @@ void Session::Finish(const absl::Status& reason) {
   });
 }
 
+// The one that replies land from.
+std::shared_ptr<transport::Pipe> Session::BulkPipe() const {
+  auto found = pipes_.find(core_.pipe(Lane::kBulk));
+  return found == pipes_.end() ? nullptr : found->second->pipe;
+}
+
 void Session::OnTimer(absl::Time when) {
   std::vector<std::unique_ptr<PendingCall>> expired;
   std::shared_ptr<transport::Pipe> cut;
@@ -313,10 +318,7 @@ void Session::OnTimer(absl::Time when) {
     core_.OnTimer(now);
     CallTable::Expired due = calls_.TakeExpired(now);
     expired = std::move(due.calls);
-    if (due.landing) {
-      auto found = pipes_.find(core_.pipe(Lane::kBulk));
-      if (found != pipes_.end()) cut = found->second->pipe;
-    }
+    if (due.landing) cut = BulkPipe();
   }
   // A reply is landing in memory that its caller gets back now: only the end of the pipe stops that.
   if (cut != nullptr)

@@ -95,6 +95,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options);
   absl::Status AwaitRoom(const Payload& request, const CallOptions& options, size_t* reserved);
   void StopCall(uint64_t id);
+  std::shared_ptr<transport::Pipe> BulkPipe() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void Fail(std::unique_ptr<ClientCall> call, const absl::Status& status, base::Ran ran);
   void FailLater(std::unique_ptr<PendingCall> call, const absl::Status& status, base::Ran ran);
   void Complete(std::unique_ptr<ClientCall> call, const Header& header, std::vector<at::Tensor> tensors,

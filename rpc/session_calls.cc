@@ -175,8 +175,7 @@ void Session::StopCall(uint64_t id) {
     if (call == nullptr) return;
     if (call->landing) {
       call->expired = true;
-      auto found = pipes_.find(core_.pipe(Lane::kBulk));
-      if (found != pipes_.end()) cut = found->second->pipe;
+      cut = BulkPipe();
     } else {
       calls.push_back(calls_.Take(id));
     }

@@ -59,6 +59,7 @@ class UserCode {
 
 /// `what` of the callbacks of calls.
 inline constexpr absl::string_view kOnReply = "what goes on with a reply";
+inline constexpr absl::string_view kOnReceived = "what waits for a request's arrival";
 
 /// Runs a callback of the user's (once).
 template <class F, class... Args>

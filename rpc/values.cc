@@ -75,34 +75,14 @@ constexpr std::pair<Sparse, at::Layout> kLayouts[] = {{Sparse::kCoo, at::kSparse
                                                       {Sparse::kBsr, at::kSparseBsr},
                                                       {Sparse::kBsc, at::kSparseBsc}};
 
-constexpr std::pair<Type, c10::TypeKind> kPlainTypes[] = {
-    {Type::kAny, c10::TypeKind::AnyType},       {Type::kNone, c10::TypeKind::NoneType},
-    {Type::kBool, c10::TypeKind::BoolType},     {Type::kInt, c10::TypeKind::IntType},
-    {Type::kFloat, c10::TypeKind::FloatType},   {Type::kComplex, c10::TypeKind::ComplexType},
-    {Type::kNumber, c10::TypeKind::NumberType}, {Type::kString, c10::TypeKind::StringType},
-    {Type::kTensor, c10::TypeKind::TensorType}};
-
-c10::TypePtr PlainType(Type type) {
-  switch (type) {
-    case Type::kNone:
-      return c10::NoneType::get();
-    case Type::kBool:
-      return c10::BoolType::get();
-    case Type::kInt:
-      return c10::IntType::get();
-    case Type::kFloat:
-      return c10::FloatType::get();
-    case Type::kComplex:
-      return c10::ComplexType::get();
-    case Type::kNumber:
-      return c10::NumberType::get();
-    case Type::kString:
-      return c10::StringType::get();
-    case Type::kTensor:
-      return c10::TensorType::get();
-    default:
-      return c10::AnyType::get();
-  }
+const std::vector<std::pair<Type, c10::TypePtr>>& PlainTypes() {
+  static const auto* const kTypes = new std::vector<std::pair<Type, c10::TypePtr>>{
+      {Type::kAny, c10::AnyType::get()},       {Type::kNone, c10::NoneType::get()},
+      {Type::kBool, c10::BoolType::get()},     {Type::kInt, c10::IntType::get()},
+      {Type::kFloat, c10::FloatType::get()},   {Type::kComplex, c10::ComplexType::get()},
+      {Type::kNumber, c10::NumberType::get()}, {Type::kString, c10::StringType::get()},
+      {Type::kTensor, c10::TensorType::get()}};
+  return *kTypes;
 }
 
 absl::Status TooDeep() {
@@ -212,11 +192,10 @@ class Encoder {
 
   absl::Status PutType(const c10::Type& type, int depth) {
     if (depth > kMaxValueDepth) return TooDeep();
-    for (const auto& [code, kind] : kPlainTypes) {
-      if (kind == type.kind()) {
-        out_.Put(code);
-        return absl::OkStatus();
-      }
+    for (const auto& [code, plain] : PlainTypes()) {
+      if (plain->kind() != type.kind()) continue;
+      out_.Put(code);
+      return absl::OkStatus();
     }
     switch (type.kind()) {
       case c10::TypeKind::ListType:
@@ -387,8 +366,11 @@ class Decoder {
         return c10::TupleType::create(std::move(types));
       }
       default:
-        if (type > Type::kTuple) in_.Fail("an unknown type");
-        return PlainType(type);
+        for (const auto& [code, plain] : PlainTypes()) {
+          if (code == type) return plain;
+        }
+        in_.Fail("an unknown type");
+        return c10::AnyType::get();
     }
   }
 

@@ -14,6 +14,7 @@
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/words.h"
 #include "atoll/transport/dialer.h"
 #include "atoll/transport/pipe_impl.h"
 #include "atoll/transport/resolver.h"
@@ -41,10 +42,10 @@ absl::Status CheckOptions(const EndpointOptions& options) {
   }
   if (options.job.empty() || options.job.size() > 256)
     return absl::InvalidArgumentError("a job's id has 1 to 256 bytes");
-  if (!IsMemberName(options.self.name))
-    return absl::InvalidArgumentError(
-        absl::StrCat("a member's name is 1 to 127 letters, digits, and of '_-.:', and this is '",
-                     absl::CHexEscape(options.self.name), "'"));
+  if (!base::IsWord(options.self.name, base::kMaxMemberNameBytes))
+    return absl::InvalidArgumentError(absl::StrCat("a member's name is 1 to ", base::kMaxMemberNameBytes, " ",
+                                                   base::kWordLetters, ", and this is '",
+                                                   absl::CHexEscape(options.self.name), "'"));
   if (options.self.incarnation.value() == 0) return absl::InvalidArgumentError("incarnation 0 is nobody's");
   if (options.port < 0 || options.port > 65535 || options.port_count < 1) {
     return absl::InvalidArgumentError("a port is 0 to 65535, and at least one is tried");

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
 #include "atoll/base/log.h"
+#include "atoll/base/words.h"
 #include "atoll/transport/pipe.h"
 
 namespace Atoll::transport {
@@ -23,7 +24,6 @@ constexpr size_t kHelloHeadBytes = 16;  // Magic, version, length of the body.
 constexpr size_t kReplyHeadBytes = 5;   // Kind, length of the body.
 constexpr size_t kTlsHeadBytes = 5;     // Of a record: type, version u16, length u16; big-endian.
 constexpr size_t kMaxNameBytes = 256;
-constexpr size_t kMaxMemberNameBytes = 127;
 constexpr size_t kMaxTextBytes = 1024;
 
 constexpr uint8_t kChallenge = 1;
@@ -61,13 +61,6 @@ Nonce NewNonce() {
   ATOLL_CHECK(RAND_bytes(nonce.data(), static_cast<int>(nonce.size())) == 1)
       << "the system's random source failed";
   return nonce;
-}
-
-bool IsMemberName(absl::string_view name) {
-  return !name.empty() && name.size() <= kMaxMemberNameBytes &&
-         std::all_of(name.begin(), name.end(), [](unsigned char c) {
-           return absl::ascii_isalnum(c) || c == '_' || c == '-' || c == '.' || c == ':';
-         });
 }
 
 void Handshake::Feed(absl::string_view bytes) {
@@ -174,7 +167,8 @@ void ClientHandshake::OnChallenge(absl::string_view body) {
   if (absl::Status whole = reader.Finish(); !whole.ok()) {
     return Fail(absl::InvalidArgumentError(absl::StrCat("a malformed challenge: ", whole.message())));
   }
-  if (!IsMemberName(server.name)) return Fail(absl::InvalidArgumentError("a challenge of an odd name"));
+  if (!base::IsWord(server.name, base::kMaxMemberNameBytes))
+    return Fail(absl::InvalidArgumentError("a challenge of an odd name"));
   const std::string right =
       Proof("server", config_.self, server, nonce_, server_nonce, config_.fingerprint, fingerprint);
   if (!SameBytes(proof, right)) {
@@ -277,7 +271,8 @@ void ServerHandshake::OnHello(absl::string_view body) {
   if (absl::Status whole = reader.Finish(); !whole.ok()) {
     return Fail(absl::InvalidArgumentError(absl::StrCat("a malformed hello: ", whole.message())));
   }
-  if (!IsMemberName(peer_.name)) return Fail(absl::InvalidArgumentError("a hello of an odd name"));
+  if (!base::IsWord(peer_.name, base::kMaxMemberNameBytes))
+    return Fail(absl::InvalidArgumentError("a hello of an odd name"));
   if (purpose_.lane != Purpose::kNoLane && purpose_.lane > static_cast<uint8_t>(Lane::kBulk)) {
     return Fail(absl::InvalidArgumentError("a hello for no lane of ours"));
   }

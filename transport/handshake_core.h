@@ -43,9 +43,6 @@ using Nonce = std::array<uint8_t, kNonceBytes>;
 /// From the operating system's random source.
 Nonce NewNonce();
 
-/// 1 to 127 letters, digits, and of "_-.:": names stand in logs, errors and lists, and in names of sockets.
-bool IsMemberName(absl::string_view name);
-
 /// What both ends must agree on, and who we are.
 struct HandshakeConfig {
   std::string job;

@@ -58,6 +58,14 @@ class TlsStrangers : public ::testing::TestWithParam<Way> {
     EXPECT_TRUE(pipe.ok()) << pipe.status();
   }
   uint64_t refused() { return server_->endpoint().counters().refused; }
+  /// Of a stranger that speaks TLS.
+  static void Establish(Tls& tls, const RawSocket& socket) {
+    fcntl(socket.fd(), F_SETFL, fcntl(socket.fd(), F_GETFL) | O_NONBLOCK);
+    EXPECT_TRUE(Poll([&] {
+      EXPECT_TRUE(tls.Handshake(socket.fd()).ok());
+      return tls.established();
+    }));
+  }
   void ExpectRefused(uint64_t count) {
     EXPECT_TRUE(Poll([&] { return refused() >= count; }));
     EXPECT_EQ(refused(), count);
@@ -117,13 +125,9 @@ TEST_P(TlsStrangers, HalvesOfHandshakesEndAtTheLimit) {
 
 TEST_P(TlsStrangers, SilenceInsideTlsEndsAtTheLimit) {
   RawSocket socket(address_);
-  fcntl(socket.fd(), F_SETFL, fcntl(socket.fd(), F_GETFL) | O_NONBLOCK);
   Traffic traffic;
   Tls tls(ContextOf(server_->options().tls), Tls::Side::kClient, &traffic);
-  EXPECT_TRUE(Poll([&] {
-    EXPECT_TRUE(tls.Handshake(socket.fd()).ok());
-    return tls.established();
-  }));
+  Establish(tls, socket);
   char byte;
   const iovec into{&byte, 1};
   // In vain: the server awaits the job key's handshake.
@@ -136,13 +140,9 @@ TEST_P(TlsStrangers, SilenceInsideTlsEndsAtTheLimit) {
 TEST_P(TlsStrangers, JunkInsideTlsIsDropped) {
   for (int i = 0; i < 10; ++i) {
     RawSocket socket(address_);
-    fcntl(socket.fd(), F_SETFL, fcntl(socket.fd(), F_GETFL) | O_NONBLOCK);
     Traffic traffic;
     Tls tls(ContextOf(server_->options().tls), Tls::Side::kClient, &traffic);
-    EXPECT_TRUE(Poll([&] {
-      EXPECT_TRUE(tls.Handshake(socket.fd()).ok());
-      return tls.established();
-    }));
+    Establish(tls, socket);
     std::string junk = i == 0 ? "GET / HTTP/1.1\r\n\r\n" : Pattern(3000, i);
     const iovec from{junk.data(), junk.size()};
     EXPECT_GT(tls.Send(socket.fd(), &from, 1), 0);
