@@ -63,9 +63,9 @@ class AgentImpl : public Agent {
     }
     Shutdown(absl::Seconds(5)).IgnoreError();
     hub_->DetachThreads();
-    timer_ = nullptr;
     EndPool(std::move(failures_));
     EndPool(std::move(pool_));
+    timer_ = nullptr;  // What the pools still ran may have asked for it.
   }
 
   absl::Status Register(MethodId method, Handler handler, MethodOptions options) override {

@@ -66,6 +66,34 @@ std::string Unfit(const c10::FunctionSchema& schema) {
   return "";
 }
 
+/// A dtype, layout or memory format is an int in a schema's eyes, and an index into LibTorch's tables in its own.
+absl::Status CheckCodes(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& arguments) {
+  for (size_t i = 0; i < arguments.size() && i < schema.arguments().size(); ++i) {
+    const c10::Type* type = schema.arguments()[i].real_type().get();
+    while (type->kind() == c10::TypeKind::OptionalType || type->kind() == c10::TypeKind::ListType) {
+      type = type->containedTypes()[0].get();
+    }
+    int64_t count = 0;
+    if (type->kind() == c10::TypeKind::ScalarTypeType)
+      count = static_cast<int64_t>(at::ScalarType::NumOptions);
+    if (type->kind() == c10::TypeKind::LayoutType) count = static_cast<int64_t>(at::Layout::NumOptions);
+    if (type->kind() == c10::TypeKind::MemoryFormatType)
+      count = static_cast<int64_t>(at::MemoryFormat::NumOptions);
+    const auto outside = [count](int64_t code) { return code < 0 || code >= count; };
+    bool wrong = false;
+    if (count > 0 && arguments[i].isInt()) wrong = outside(arguments[i].toInt());
+    if (count > 0 && arguments[i].isIntList()) {
+      for (int64_t code : arguments[i].toIntVector()) wrong = wrong || outside(code);
+    }
+    if (wrong) {
+      return absl::InvalidArgumentError(absl::StrCat("the argument '", schema.arguments()[i].name(),
+                                                     "' is no ", type->str(), ": codes are 0 to ",
+                                                     count - 1));
+    }
+  }
+  return absl::OkStatus();
+}
+
 std::string FullName(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : absl::StrCat(name.name, ".", name.overload_name);
 }
@@ -109,8 +137,12 @@ class Operators {
   absl::Status Allows(const c10::OperatorHandle& op) const {
     const std::string name = FullName(op.operator_name());
     const auto fits = [&](const std::string& pattern) {
-      if (absl::EndsWith(pattern, "::*"))
-        return absl::StartsWith(name, pattern.substr(0, pattern.size() - 1));
+      // Those that are not meant for users believe what they are given: each must be named.
+      const size_t own = name.find("::") + 2;
+      const bool hidden = name[own] == '_' || absl::StrContains(name, "unsafe");
+      if (absl::EndsWith(pattern, "::*")) {
+        return !hidden && absl::StartsWith(name, pattern.substr(0, pattern.size() - 1));
+      }
       if (absl::EndsWith(pattern, ".*")) {
         const std::string base = pattern.substr(0, pattern.size() - 2);
         return name == base || absl::StartsWith(name, base + ".");
@@ -138,6 +170,7 @@ class Operators {
       if (status.ok()) {
         try {
           op.schema().checkAndNormalizeInputs(arguments, keywords);
+          status = CheckCodes(op.schema(), arguments);
         } catch (...) {
           status = absl::InvalidArgumentError(ExceptionText());
         }

@@ -18,7 +18,7 @@ namespace Atoll::rpc {
 /// generator, a device's stream or a class.
 struct OperatorRule {
   /// "aten::add.Tensor" is one overload ("aten::relu" where it has no name), "aten::add.*" each of aten::add's, and
-  /// "aten::*" each of the namespace's.
+  /// "aten::*" each of the namespace's that is for users: none whose name begins with '_' or has "unsafe" in it.
   std::vector<std::string> allow = {"aten::*"};
 };
 

@@ -36,10 +36,15 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
   ~Retrying() { Finish(Explain(absl::CancelledError("this agent is shut down"))); }
 
   absl::Status Take(Payload request) {
+    auto loans = std::make_shared<Loans>();
     body_ = std::move(request.body);
     metadata_ = std::move(request.metadata);
     for (OutTensor& tensor : request.tensors) {
-      if (tensor.lent && tensor.on_return) loans_.push_back(std::move(tensor.on_return));
+      if (tensor.lent && tensor.on_return) loans->all.push_back(std::move(tensor.on_return));
+    }
+    {
+      absl::MutexLock lock(&mu_);
+      loans_ = std::move(loans);
     }
     if (policy_.max_attempts < 1 || policy_.first_backoff <= absl::ZeroDuration() ||
         policy_.max_backoff < policy_.first_backoff) {
@@ -77,13 +82,29 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
   void Refuse(const absl::Status& status) { Finish(Explain(base::WithRan(status, base::Ran::kNo))); }
 
  private:
+  // The caller's loans. What the transport still reads of an attempt that has ended keeps them.
+  struct Loans {
+    std::vector<absl::AnyInvocable<void()>> all;
+    ~Loans() {
+      for (auto& on_return : all) RunCallback("the end of a loan", std::move(on_return));
+    }
+  };
+
   void Try() {
+    std::shared_ptr<Loans> loans;
+    {
+      absl::MutexLock lock(&mu_);
+      loans = loans_;
+    }
+    if (loans == nullptr) return;  // It has ended meanwhile.
     ++attempts_;
     trying_.store(true);
     Payload request;
     request.body = body_;
     request.metadata = metadata_;
-    for (const at::Tensor& tensor : tensors_) request.tensors.push_back(Lend(tensor));
+    for (const at::Tensor& tensor : tensors_) {
+      request.tensors.push_back(Lend(tensor, [loans] {}));
+    }
     CallOptions options = options_;
     options.timeout = deadline_ - agent_->clock()->Now();
     agent_->Call(
@@ -134,7 +155,12 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
 
   void Finish(absl::StatusOr<Received> result) {
     if (ended_.exchange(true)) return;
-    for (auto& on_return : loans_) RunCallback("the end of a loan", std::move(on_return));
+    std::shared_ptr<Loans> loans;
+    {
+      absl::MutexLock lock(&mu_);
+      loans.swap(loans_);
+    }
+    agent_->pool()->Schedule([loans = std::move(loans)] {});
     RunCallback(kOnReply, std::move(on_reply_), std::move(result));
   }
 
@@ -147,11 +173,11 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
   std::string body_;
   Metadata metadata_;
   std::vector<at::Tensor> tensors_;
-  std::vector<absl::AnyInvocable<void()>> loans_;
+  mutable absl::Mutex mu_;
+  std::shared_ptr<Loans> loans_ ABSL_GUARDED_BY(mu_);  // Until it has ended.
   // Of the attempt, or of the wait for the next.
   int attempts_ = 0;
   absl::Duration backoff_;
-  mutable absl::Mutex mu_;
   absl::Status last_ ABSL_GUARDED_BY(mu_);
   bool may_have_run_ ABSL_GUARDED_BY(mu_) = false;
   std::atomic<bool> trying_{false};

@@ -9,6 +9,8 @@
 //   type     kind u8, then of a list or optional one type, of a dict two, of a tuple count u8 and types
 #include "atoll/rpc/values.h"
 
+#include <algorithm>
+#include <bit>
 #include <map>
 #include <string>
 #include <utility>
@@ -26,6 +28,7 @@
 #include <ATen/ops/row_indices.h>
 #include <c10/core/GradMode.h>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
 #include "atoll/base/status.h"
@@ -324,6 +327,8 @@ class Decoder {
     std::vector<at::Tensor> parts;
     for (int i = 0; i < (code == Sparse::kCoo ? 2 : 3) && in_.ok(); ++i) parts.push_back(GetTensor());
     if (!in_.ok()) return {};
+    // The same tensor may be another value too, and change after its check.
+    for (at::Tensor& part : parts) part = part.clone();
     for (const at::Tensor& part : parts) {
       if (!part.device().is_cpu()) in_.Fail("a sparse tensor on a GPU");
     }
@@ -353,9 +358,13 @@ class Decoder {
     switch (type) {
       case Type::kList:
         return c10::ListType::create(GetType(depth + 1));
-      case Type::kOptional:
-        return c10::OptionalType::get(
-            GetType(depth + 1));  // The one that isOptionalTensorList compares with.
+      case Type::kOptional: {
+        // get() keeps what it makes for ever: for plain types alone, which are few. isOptionalTensorList compares
+        // with its one.
+        const c10::TypePtr inner = GetType(depth + 1);
+        return inner->containedTypes().empty() ? c10::TypePtr(c10::OptionalType::get(inner))
+                                               : c10::TypePtr(c10::OptionalType::create(inner));
+      }
       case Type::kDict: {
         const c10::TypePtr key = GetKeyType(depth + 1);
         return c10::DictType::create(key, GetType(depth + 1));
@@ -409,14 +418,31 @@ class Decoder {
     return list;
   }
 
+  // c10's dict doubles its table until no key is far from its slot, which is the top of its hash times a constant:
+  // some thirty keys that share a slot would make it take all memory.
+  static bool Crowded(const std::vector<std::pair<c10::IValue, c10::IValue>>& entries) {
+    if (entries.size() < 5) return false;
+    const int bits = std::bit_width(16 * entries.size());
+    absl::flat_hash_map<uint64_t, int> slots;
+    for (const auto& [key, value] : entries) {
+      const uint64_t hash = c10::detail::DictKeyHash()(key);
+      if (++slots[(11400714819323198485u * hash) >> (64 - bits)] > std::max(4, bits - 1)) return true;
+    }
+    return false;
+  }
+
   c10::IValue GetDict(int depth) {
     const c10::TypePtr keys = GetKeyType(depth);
     const c10::TypePtr values = GetType(depth);
     const uint32_t count = in_.GetCount(2);
-    c10::impl::GenericDict dict(keys, values);
+    std::vector<std::pair<c10::IValue, c10::IValue>> entries;
     for (uint32_t i = 0; i < count && in_.ok(); ++i) {
       c10::IValue key = GetOf(*keys, depth + 1);
-      c10::IValue value = GetOf(*values, depth + 1);
+      entries.emplace_back(std::move(key), GetOf(*values, depth + 1));
+    }
+    c10::impl::GenericDict dict(keys, values);
+    if (Crowded(entries)) in_.Fail("a dict whose keys are made to collide");
+    for (auto& [key, value] : entries) {
       if (in_.ok() && !dict.insert(std::move(key), std::move(value)).second)
         in_.Fail("a key that comes twice");
     }

@@ -102,6 +102,20 @@ TEST_P(OperatorsTest, ErrorsAreTheOperatorsOwn) {
               absl::StatusCode::kInternal, "");
 }
 
+TEST_P(OperatorsTest, CodesOutsideTheirTablesAreErrors) {
+  ASSERT_TRUE(ServeOperators(b_).ok());
+  const IValue size(c10::List<int64_t>({2}));
+  for (const char* keyword : {"dtype", "layout", "memory_format"}) {
+    for (int64_t code : {int64_t{-1}, int64_t{1000}, int64_t{1} << 40}) {
+      ExpectError(Call("b", "aten::empty.memory_format", {size}, {{keyword, code}}),
+                  absl::StatusCode::kInvalidArgument, absl::StrCat("the argument '", keyword, "' is no "));
+    }
+  }
+  auto whole = Call("b", "aten::empty.memory_format", {size}, {{"dtype", static_cast<int64_t>(at::kDouble)}});
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_EQ((*whole)[0].toTensor().scalar_type(), at::kDouble);
+}
+
 TEST_P(OperatorsTest, OnlyWhatTheRuleAllows) {
   ExpectError(Call("b", "aten::relu", {at::ones({1})}), absl::StatusCode::kNotFound,
               "it serves no method torch.operator v1");
@@ -115,6 +129,13 @@ TEST_P(OperatorsTest, OnlyWhatTheRuleAllows) {
   ExpectError(Call("b", "aten::from_file", {"/etc/passwd", false, 16}), absl::StatusCode::kPermissionDenied,
               "names a file");
   EXPECT_TRUE(absl::IsAlreadyExists(ServeOperators(b_)));
+  // "aten::*" is what is for users. What believes its arguments must be named.
+  ASSERT_TRUE(ServeOperators(a_).ok());
+  const at::Tensor compressed = at::tensor({0, 1, 2}, at::kLong), plain = at::tensor({0, 1}, at::kLong);
+  for (const char* name : {"aten::_convert_indices_from_csr_to_coo", "aten::_sparse_coo_tensor_unsafe"}) {
+    ExpectError(Call("a", name, {compressed, plain}), absl::StatusCode::kPermissionDenied,
+                "is not allowed here");
+  }
   for (const char* wrong : {"", "relu", "aten::", "::relu", "aten"}) {
     EXPECT_TRUE(absl::IsInvalidArgument(ServeOperators(a_, {{wrong}}))) << wrong;
   }

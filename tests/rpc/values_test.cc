@@ -274,6 +274,47 @@ TEST(Values, LyingCountsTypesAndIndicesAreErrors) {
               HasSubstr("nested too deep"));
 }
 
+// Keys that all belong to one slot of the table that c10 makes of them, which doubles until it has room for them there.
+TEST(Values, KeysThatAreMadeToCollideAreRefused) {
+  uint64_t inverse = 1;  // Of the table's multiplier, modulo 2^64, by Newton's method.
+  for (int i = 0; i < 6; ++i) inverse *= 2 - 11400714819323198485u * inverse;
+  auto dict = [](const std::function<int64_t(int64_t)>& key, int count) {
+    return Bytes([&](base::ByteWriter& out) {
+      out.Put<uint32_t>(1);
+      out.Put<uint8_t>(10);
+      out.Put<uint8_t>(3);
+      out.Put<uint8_t>(3);
+      out.Put(static_cast<uint32_t>(count));
+      for (int i = 0; i < count; ++i) {
+        for (int64_t value : {key(i), int64_t{i}}) {
+          out.Put<uint8_t>(2);
+          out.Put(value);
+        }
+      }
+    });
+  };
+  const auto colliding = [&](int64_t i) { return static_cast<int64_t>(inverse * static_cast<uint64_t>(i)); };
+  EXPECT_THAT(MessageOf(dict(colliding, 40)), HasSubstr("made to collide"));
+  // Honest ones pass, however many there are.
+  for (int64_t step : {1, 2, 3, 8, 1000, 4096, 65536}) {
+    const auto values = DecodeValues(dict([step](int64_t i) { return step * i; }, 5000));
+    ASSERT_TRUE(values.ok()) << step << ": " << values.status();
+    EXPECT_EQ((*values)[0].toGenericDict().size(), 5000u);
+  }
+}
+
+TEST(Values, WhatChangesATensorDoesNotChangeASparseOneOfTheSameMessage) {
+  const at::Tensor indices = at::tensor({0, 1, 1, 2}, at::kLong).view({2, 2});
+  auto payload = EncodeValues({indices, at::sparse_coo_tensor(indices, at::ones({2}), {2, 3})});
+  ASSERT_TRUE(payload.ok()) << payload.status();
+  Received received = Arrived(*std::move(payload));
+  received.tensors[1] = received.tensors[0];  // As a peer may say.
+  auto values = DecodeValues(received);
+  ASSERT_TRUE(values.ok()) << values.status();
+  (*values)[0].toTensor().fill_(1 << 20);
+  EXPECT_TRUE((*values)[1].toTensor()._indices().equal(indices));
+}
+
 TEST(Values, IndicesOutsideASparseTensorAreErrors) {
   auto coo = [](at::Tensor indices, at::Tensor values, bool coalesced) {
     return Bytes(
