@@ -17,6 +17,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
@@ -99,6 +100,9 @@ void SetUpProcess() {
   // allocates again and again.
   mallopt(M_MMAP_THRESHOLD, 8 << 20);
   mallopt(M_TRIM_THRESHOLD, 64 << 20);
+  // Debian's Abseil is built with assertions, and then looks for deadlocks at every lock: a fifth of the time of
+  // small calls (docs/benchmarks.md). The tests keep it on.
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
 }
 
 int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code) {

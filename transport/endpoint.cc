@@ -232,10 +232,12 @@ void EndpointImpl::MakeCore() {
     }
   }
   if (options_.enable_cma) channels_->Add("cma", tensorpipe::channel::cma::create());
-  std::vector<std::shared_ptr<tensorpipe::transport::Context>> lane_contexts(kLanes, transport_);
-  std::vector<std::shared_ptr<tensorpipe::transport::Listener>> lane_listeners;
-  for (int i = 1; i <= kLanes; ++i) lane_listeners.push_back(transport_->listen(absl::StrCat("lane/", i)));
-  channels_->Add("mpt", tensorpipe::channel::mpt::create(lane_contexts, lane_listeners));
+  if (options_.enable_mpt) {
+    std::vector<std::shared_ptr<tensorpipe::transport::Context>> lane_contexts(kLanes, transport_);
+    std::vector<std::shared_ptr<tensorpipe::transport::Listener>> lane_listeners;
+    for (int i = 1; i <= kLanes; ++i) lane_listeners.push_back(transport_->listen(absl::StrCat("lane/", i)));
+    channels_->Add("mpt", tensorpipe::channel::mpt::create(lane_contexts, lane_listeners));
+  }
   channels_->Add("basic", std::move(basic));
   channels_->RegisterWith(*core_);
   transport_->SetChannels(channels_);

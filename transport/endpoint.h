@@ -36,6 +36,8 @@ struct EndpointOptions {
   int port_count = 1;
   bool enable_unix = true;  ///< Abstract Unix sockets beside TCP, used between processes of one host.
   bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
+  /// Tensors over several connections of a pipe, where they are not copied otherwise; without it over one.
+  bool enable_mpt = true;
   bool enable_cuda = true;  ///< Buffers on GPUs, where there is a driver: brings LibTorch's CUDA half in.
   /// Path of libatoll_cuda.so, of which a process has one: the first endpoint's. Empty: beside the
   /// executable, in ../lib from there, or where the system looks.

@@ -97,6 +97,13 @@ absl::StatusOr<Loop::HandlerId> Loop::Register(int fd, uint32_t events, std::sha
   return id;
 }
 
+bool Loop::Modify(int fd, HandlerId id, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = id;
+  return epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) == 0;
+}
+
 void Loop::Unregister(int fd, HandlerId id) {
   std::shared_ptr<Handler> last;  // Destroyed without the lock.
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);

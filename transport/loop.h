@@ -47,6 +47,9 @@ class Loop {
 
   /// Any thread. `events` as in epoll; with EPOLLET readiness that is there already is reported.
   absl::StatusOr<HandlerId> Register(int fd, uint32_t events, std::shared_ptr<Handler> handler);
+  /// Other events from now on; readiness that is there already is reported. False if it is not registered. Any
+  /// thread.
+  bool Modify(int fd, HandlerId id, uint32_t events);
   /// No event is delivered after it returns, if called on the loop. Any thread.
   void Unregister(int fd, HandlerId id);
 

@@ -62,6 +62,8 @@ class PipeImpl final : public Pipe {
   bool Reaches(Device ours, Device theirs) const override {
     return !in_child() && state_->link->pairs().Has(ours, theirs);
   }
+  /// What lies beneath, for benches: they drive it instead of this, which must outlive that.
+  const std::shared_ptr<tensorpipe::Pipe>& tensorpipe_pipe() const { return state_->pipe; }
 
  private:
   using WriteDone = absl::AnyInvocable<void(absl::Status)>;

@@ -17,12 +17,19 @@
 namespace Atoll::transport {
 namespace {
 
+constexpr uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP | EPOLLET;
 constexpr size_t kHeadBytes = 8;
 constexpr size_t kFramesAtOnce = 30;
 // What one turn may move before it lets others run: TensorPipe serializes all pipes of a context, so a
 // caller that sends 64 MiB itself would hold up every heartbeat.
 constexpr size_t kCallerBudget = 256 << 10;
 constexpr size_t kLoopBudget = 4 << 20;
+
+bool IsUnixSocket(int fd) {
+  int domain = 0;
+  socklen_t size = sizeof(domain);
+  return getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX;
+}
 
 }  // namespace
 
@@ -38,11 +45,17 @@ void Stream::AttachOnLoop(Fd fd, std::shared_ptr<Tls> tls) {
     readable_ = tls_ != nullptr;  // It may hold bytes that no event tells of.
     attached_ = true;
   }
+  const bool is_unix = IsUnixSocket(shared->get());
   absl::StatusOr<Loop::HandlerId> id =
-      loop_.Register(shared->get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, shared_from_this());
+      loop_.Register(shared->get(), is_unix ? kReadEvents : kReadEvents | EPOLLOUT, shared_from_this());
   if (!id.ok()) return Fail(id.status(), /*local=*/false);
-  absl::MutexLock lock(&mu_);
-  id_ = *id;
+  {
+    absl::MutexLock lock(&mu_);
+    id_ = *id;
+    awaits_writable_ = !is_unix;
+    writable_ |= is_unix;
+  }
+  if (is_unix) PumpWrites();
 }
 
 void Stream::Stash(std::string frame) {
@@ -151,6 +164,16 @@ void Stream::PumpWrites() {
     mu_.Lock();
     if (sent < 0) {
       if (error == EINTR) continue;
+      if (error == EAGAIN && !awaits_writable_) {
+        // Room that has come meanwhile is reported too.
+        awaits_writable_ = true;
+        if (id_ == 0 || loop_.Modify(fd->get(), id_, kReadEvents | EPOLLOUT)) {
+          writable_ = false;
+          continue;
+        }
+        failure = absl::UnavailableError(base::ErrnoStatus(errno, "epoll_ctl").message());
+        break;
+      }
       if (error == EAGAIN) {
         // Writable again in between: the event has been, no other will come.
         if (events_seen == write_events_) writable_ = false;
@@ -296,6 +319,12 @@ Stream::Step Stream::Receive(char* into, size_t bytes, size_t* got, size_t* budg
     *budget -= std::min<size_t>(*budget, received);
     *got = std::min<size_t>(received, bytes);
     ahead_end_ += received - *got;
+    if (tls_ == nullptr && static_cast<size_t>(received) < bytes + kAheadBytes - keep) {
+      // It had no more: what comes is told of (epoll(7)), except for the end, if that has been told. TLS gives
+      // record by record, whatever lies behind.
+      absl::MutexLock lock(&mu_);
+      if (!hung_up_) readable_ = false;
+    }
     return Step::kComplete;
   }
 }

@@ -116,6 +116,9 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   bool sending_ ABSL_GUARDED_BY(mu_) = false;
   bool writable_ ABSL_GUARDED_BY(mu_) = false;
   uint64_t write_events_ ABSL_GUARDED_BY(mu_) = 0;
+  // Whether the loop is told when the socket takes more. Of a Unix socket only once it has been full: the system
+  // would report room each time that the peer reads, a wake-up of the loop for every message.
+  bool awaits_writable_ ABSL_GUARDED_BY(mu_) = false;
 
   std::deque<ReadOp> reads_ ABSL_GUARDED_BY(mu_);
   std::deque<std::string> stash_ ABSL_GUARDED_BY(mu_);

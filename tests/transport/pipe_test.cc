@@ -16,6 +16,7 @@ namespace {
 struct Case {
   Way way;
   bool cma;
+  bool mpt = true;  // Of the client; the server has it always.
 };
 
 class PipeTest : public ::testing::TestWithParam<Case>, protected PipePair {
@@ -28,6 +29,7 @@ class PipeTest : public ::testing::TestWithParam<Case>, protected PipePair {
   std::unique_ptr<Member> Make(const std::string& name) {
     EndpointOptions options = Options(name, GetParam().way);
     options.enable_cma = GetParam().cma;
+    options.enable_mpt = GetParam().mpt || name == "server";
     return std::make_unique<Member>(options);
   }
 };
@@ -334,14 +336,14 @@ TEST_P(PipeTest, PipesWaitForOnPipe) {
   EXPECT_EQ(received->header, "early");
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, PipeTest,
-                         ::testing::Values(Case{Way::kTcp4, false}, Case{Way::kTcp6, false},
-                                           Case{Way::kUnix, false}, Case{Way::kTcp4, true},
-                                           Case{Way::kUnix, true}, Case{Way::kTcpPsk, false},
-                                           Case{Way::kTcpCert, false}),
-                         [](const auto& info) {
-                           return WayName(info.param.way) + (info.param.cma ? "Cma" : "");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Ways, PipeTest,
+    ::testing::Values(Case{Way::kTcp4, false}, Case{Way::kTcp6, false}, Case{Way::kUnix, false},
+                      Case{Way::kTcp4, true}, Case{Way::kUnix, true}, Case{Way::kTcp4, false, false},
+                      Case{Way::kUnix, false, false}, Case{Way::kTcpPsk, false}, Case{Way::kTcpCert, false}),
+    [](const auto& info) {
+      return WayName(info.param.way) + (info.param.cma ? "Cma" : "") + (info.param.mpt ? "" : "Basic");
+    });
 
 }  // namespace
 }  // namespace Atoll::transport::testing

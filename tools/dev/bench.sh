@@ -1,25 +1,19 @@
 #!/usr/bin/env bash
-# ./dev bench [NAME [ARGS ...]]: bench/NAME_bench.cc, built for release. Without a name, the list.
+# ./dev bench [NAME [CASE ...] [OPTIONS]]: builds what bench/run.py needs, and runs it. Without a name, the list.
 . tools/dev/common.sh
 
-list() {
-  local file
-  for file in bench/*_bench.cc; do
-    [ -e "$file" ] || { echo "  none yet" && return; }
-    printf '  %-12s %s\n' "$(basename "$file" _bench.cc)" "$(sed -n '1s,^// *,,p' "$file")"
-  done
-}
-if [ $# -eq 0 ]; then
-  echo "Benchmarks:"
-  list
-  exit
-fi
-name=$1
-shift
-[ -e "bench/${name}_bench.cc" ] || die "there is no benchmark '$name'. There are:" "$(list)"
+root=$PWD
+# Before anything is built: the list, --help, and what is wrong with the arguments.
+asked=$(cd "$CALLER" && python3 "$root/bench/run.py" "$@" ${1:+--programs}) || exit
+case " $* " in "  " | *" --help "* | *" -h "*) echo "$asked"; exit ;; esac
 take_sanitizers
 tools/dev/setup.sh --quiet
-compile "${name}_bench"
-program=$PWD/$BUILD/bin/${name}_bench
+read -ra programs <<<"$asked"
+compile "${programs[@]}"
+# The Python that has torch, for the peers in Python.
+torch=$(remembered_torch)
+site=$(dirname "${torch:-$(echo "$PWD"/.venv/lib/python3*/site-packages/torch)}")
+python=$site/../../../bin/python3
+[ -x "$python" ] || { python=python3; export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}; }
 cd "$CALLER"  # Files among the arguments are the caller's.
-exec "$program" "$@"
+exec python3 "$root/bench/run.py" "$@" --bin "$root/$BUILD/bin" --python "$python"
