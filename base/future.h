@@ -26,11 +26,14 @@ template <class T>
 class Future;
 
 /// A value that is bound to the thread that takes it (tensors whose order is that thread's streams') is told
-/// so there, if it has a member OnConsumed.
+/// so there, if it has a member OnConsumed; a vector's elements are.
 template <class T>
 void TellConsumed(const absl::StatusOr<T>& result) {
   if constexpr (requires(const T& value) { value.OnConsumed(); }) {
     if (result.ok()) result->OnConsumed();
+  } else if constexpr (requires(const T& values) { values.begin()->OnConsumed(); }) {
+    if (!result.ok()) return;
+    for (const auto& value : *result) value.OnConsumed();
   }
 }
 

@@ -143,6 +143,7 @@ class AgentImpl : public Agent {
     }
     OutgoingCall outgoing{to, method, /*one_way=*/false, request, options, on_reply};
     absl::Status refused = hub_->OnCall(outgoing);
+    if (!options.timeout.has_value()) options.timeout = hub_->options().call_timeout;
     if (!refused.ok()) {
       // As it is.
     } else if (hub_->shutting_down()) {

@@ -165,12 +165,13 @@ struct CallOptions {
   /// Asked to stop, it ends the call with Cancelled, and the handler is told (ServerCall::stop).
   std::stop_token stop = {};
   /// Runs once, on a pool thread, when the peer has the request, and keeps it over any cut: it is then run once
-  /// or refused, and the reply says which. Dropped if the call ends before.
+  /// or refused, and the reply says which. Dropped if the call ends before; may run beside on_reply. Of a call
+  /// that is made again: at the first attempt that arrives.
   std::function<void()> on_received = nullptr;
   /// Makes the call again where it failed and that may help.
   std::optional<RetryPolicy> retry = std::nullopt;
   /// Where the peer has its fill of calls or bytes (AgentOptions): wait in Call until there is room, at most
-  /// `timeout`, and else fail as without it. Not on a loop thread.
+  /// `timeout`, and else fail as without it. What does not wait may fill the queue first. Not on a loop thread.
   bool wait_for_room = false;
 };
 

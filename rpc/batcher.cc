@@ -94,7 +94,11 @@ void Batcher::Handle(std::vector<ServerCall> calls) const {
   calls.erase(given_up, calls.end());
   AnswerAll(std::move(unwanted), absl::CancelledError("its caller gave it up before its batch was whole"));
   if (calls.empty()) return;
-  RunCallback("the handler of a batch", [&] { handler_(std::move(calls)); });
+  RunCallback("the handler of a batch", [&] {
+    // Each came on streams of its own; this thread's are those of the last, or none.
+    for (const ServerCall& call : calls) call.request.OnConsumed();
+    handler_(std::move(calls));
+  });
 }
 
 void Batcher::Flush() {

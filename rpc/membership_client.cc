@@ -239,7 +239,7 @@ void MembershipClient::OnPeerDead(const base::MemberId& id, const absl::Status& 
     return Fail(
         absl::UnavailableError(absl::StrCat("the coordinator ", id.ToString(), " died: ", reason.message())));
   }
-  bool seen = absl::IsNotFound(reason) || transport::IsRefused(reason);
+  const bool seen = transport::IsRefused(reason);
   DeathReport report;
   report.suspect = id;
   report.evidence =

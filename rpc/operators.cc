@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/exception_text.h"
+#include "atoll/rpc/user_code.h"
 #include "atoll/rpc/values.h"
 
 namespace Atoll::rpc {
@@ -246,9 +247,10 @@ void CallValues(Agent* agent, absl::string_view to, const MethodId& method, std:
   if (!request.ok()) {
     return agent->pool()->Schedule([on_values = std::move(on_values), to = std::string(to), method,
                                     status = request.status()]() mutable {
-      std::move(on_values)(base::WithRan(
-          base::Annotate(status, absl::StrCat("calling ", method.name, " on ", to, " (ran: no)")),
-          base::Ran::kNo));
+      RunCallback(kOnReply, std::move(on_values),
+                  absl::StatusOr<std::vector<c10::IValue>>(base::WithRan(
+                      base::Annotate(status, absl::StrCat("calling ", method.name, " on ", to, " (ran: no)")),
+                      base::Ran::kNo)));
     });
   }
   agent->Call(to, method, *std::move(request), std::move(options),

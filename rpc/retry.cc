@@ -32,6 +32,12 @@ class Retrying : public std::enable_shared_from_this<Retrying> {
         backoff_(policy_.first_backoff),
         on_reply_(std::move(on_reply)) {
     options_.retry.reset();
+    if (options_.on_received) {
+      auto once = std::make_shared<std::atomic<bool>>(false);
+      options_.on_received = [once, on_received = std::move(options_.on_received)] {
+        if (!once->exchange(true)) on_received();
+      };
+    }
   }
   ~Retrying() { Finish(Explain(absl::CancelledError("this agent is shut down"))); }
 

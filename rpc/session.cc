@@ -49,6 +49,11 @@ SessionCore::Failure FailureOf(const absl::Status& status) {
   }
 }
 
+// For its calls: who is not there any more is unavailable, whoever has its address now.
+absl::Status AsDeath(const absl::Status& status) {
+  return absl::IsNotFound(status) ? transport::RefusedError(status.message()) : status;
+}
+
 }  // namespace
 
 Session::Session(std::shared_ptr<Hub> hub, Peer peer)
@@ -110,7 +115,7 @@ void Session::Connect(Lane lane, uint64_t attempt) {
             state = self->AddPipe(*std::move(pipe));
             self->core_.OnConnected(lane, attempt, state->id, self->hub_->Now());
           } else {
-            self->core_.OnConnectFailed(lane, attempt, FailureOf(pipe.status()), pipe.status(),
+            self->core_.OnConnectFailed(lane, attempt, FailureOf(pipe.status()), AsDeath(pipe.status()),
                                         self->hub_->Now());
           }
         }

@@ -1,6 +1,5 @@
 // Session: calls out and their ends, requests in and their answers.
 #include <atomic>
-#include <optional>
 #include <stop_token>
 #include <utility>
 
@@ -110,7 +109,8 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
   uint64_t id = 0;
   {
     absl::MutexLock lock(&mu_);
-    if (calls_.size() >= hub_->options().max_calls_in_flight) {
+    const size_t others = reserved_calls_ - (reserved > 0 ? 1 : 0);
+    if (calls_.size() + others >= hub_->options().max_calls_in_flight) {
       status = absl::ResourceExhaustedError(
           absl::StrCat(calls_.size(), " calls to this member are not answered yet"));
     } else {
@@ -144,25 +144,26 @@ absl::Status Session::AwaitRoom(const Payload& request, const CallOptions& optio
   auto over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return core_.dead() || options.stop.stop_requested() || has_room();
   };
-  std::optional<base::ThreadPool::BlockingScope> blocking;
+  auto take = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
+    if (core_.dead()) return core_.death();
+    if (options.stop.stop_requested()) return absl::CancelledError("the caller asked to stop");
+    if (!has_room()) return absl::DeadlineExceededError("no room for it before the call's deadline");
+    *reserved = bytes;
+    reserved_bytes_ += bytes;
+    ++reserved_calls_;
+    return absl::OkStatus();
+  };
   {
     absl::MutexLock lock(&mu_);
-    if (!over()) blocking.emplace();
+    if (over()) return take();
   }
-  if (blocking.has_value() && !blocking->ok()) {
-    return absl::ResourceExhaustedError("too many threads of the pool wait already");
-  }
+  base::ThreadPool::BlockingScope blocking;
+  if (!blocking.ok()) return absl::ResourceExhaustedError("too many threads of the pool wait already");
   // Asked to stop, the condition is looked at again.
   std::stop_callback wake(options.stop, [this] { absl::MutexLock look(&mu_); });
   absl::MutexLock lock(&mu_);
   base::AwaitFor(mu_, absl::Condition(&over), *options.timeout);
-  if (core_.dead()) return core_.death();
-  if (options.stop.stop_requested()) return absl::CancelledError("the caller asked to stop");
-  if (!has_room()) return absl::DeadlineExceededError("no room for it before the call's deadline");
-  *reserved = bytes;
-  reserved_bytes_ += bytes;
-  ++reserved_calls_;
-  return absl::OkStatus();
+  return take();
 }
 
 void Session::StopCall(uint64_t id) {

@@ -1,6 +1,7 @@
 #include "atoll/rpc/session_core.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,6 +9,8 @@
 
 namespace Atoll::rpc {
 namespace {
+
+constexpr int kMaxStallDoublings = 10;
 
 constexpr transport::Lane kLanes[] = {transport::Lane::kControl, transport::Lane::kBulk};
 
@@ -69,11 +72,11 @@ absl::Status SessionCore::Post(OutMessagePtr message, absl::Time now, bool force
 
 // A pipe may be dead without a word: its host gone, a firewall that forgot it.
 void SessionCore::AwaitAck(LaneState& state, absl::Time now) const {
+  const absl::Duration limit = options_.stall_limit + absl::Seconds(static_cast<double>(state.unacked_bytes) /
+                                                                    static_cast<double>(options_.stall_rate));
   state.stalled_at = state.unacked.empty() || state.state != State::kOpen
                          ? absl::InfiniteFuture()
-                         : now + options_.stall_limit +
-                               absl::Seconds(static_cast<double>(state.unacked_bytes) /
-                                             static_cast<double>(options_.stall_rate));
+                         : now + limit * std::exp2(std::min(state.stalls, kMaxStallDoublings));
 }
 
 void SessionCore::Send(Lane lane, OutMessagePtr message, absl::Time now) {
@@ -132,7 +135,10 @@ absl::Status SessionCore::OnAcks(const Acks& acks, absl::Time now) {
       if (first.message != nullptr) Emit(Action::Kind::kAcked, lane).message = std::move(first.message);
       state.unacked.pop_front();
     }
-    if (progress) AwaitAck(state, now);
+    if (progress) {
+      state.stalls = 0;
+      AwaitAck(state, now);
+    }
     Pump(lane, now);
   }
   return absl::OkStatus();
@@ -365,6 +371,7 @@ void SessionCore::OnTimer(absl::Time now) {
       return;
     }
     if (state.stalled_at <= now) {
+      ++state.stalls;
       absl::Status status = absl::DeadlineExceededError(
           absl::StrCat("it has acknowledged nothing for ", absl::FormatDuration(options_.stall_limit),
                        ", of ", state.unacked.size(), " messages with ", state.unacked_bytes, " bytes"));

@@ -58,7 +58,8 @@ class SessionCore {
     absl::Duration last_backoff = absl::Seconds(2);
     absl::Duration passive_wait = absl::Milliseconds(150);  ///< The side that accepted lets the other try.
     /// A pipe on which nothing of what was sent is acknowledged for so long, and what its bytes take at
-    /// stall_rate, is taken for lost, and closed.
+    /// stall_rate, is taken for lost, and closed. The next one gets twice the time, until something is
+    /// acknowledged: a slow link would never finish a large message.
     absl::Duration stall_limit = absl::Seconds(20);
     size_t stall_rate = 4 << 20;  ///< Bytes a second.
     int refusals = 2;             ///< Connections refused in a row that mean death.
@@ -182,6 +183,7 @@ class SessionCore {
     std::deque<Unacked> unacked;
     size_t unacked_bytes = 0;
     absl::Time stalled_at = absl::InfiniteFuture();  // While it is open and something is not acknowledged.
+    int stalls = 0;                                  // In a row.
     std::deque<OutMessagePtr> queue;
 
     uint64_t last_received = 0;

@@ -92,10 +92,16 @@ absl::Status TooDeep() {
   return absl::InvalidArgumentError(absl::StrCat("values nested deeper than ", kMaxValueDepth));
 }
 
+absl::Status TooMany() {
+  return absl::InvalidArgumentError(
+      absl::StrCat("more than ", kMaxValues, " values in one message; numbers travel as a tensor"));
+}
+
 class Encoder {
  public:
   absl::Status Put(const c10::IValue& value, int depth) {
     if (depth > kMaxValueDepth) return TooDeep();
+    if (++count_ > kMaxValues) return TooMany();
     if (value.isTensor()) return PutTensor(value.toTensor());
     if (value.isNone()) return PutTag(Tag::kNone);
     if (value.isBool()) return PutPlain(Tag::kBool, value.toBool());
@@ -255,6 +261,7 @@ class Encoder {
 
   base::ByteWriter out_;
   Payload payload_;
+  size_t count_ = 0;
   std::map<const c10::TensorImpl*, size_t> indices_;  // Of dense ones, so that one given twice travels once.
 };
 
@@ -273,6 +280,7 @@ class Decoder {
  private:
   c10::IValue Get(int depth) {
     if (depth > kMaxValueDepth) in_.Fail("values nested too deep");
+    if (++count_ > kMaxValues) in_.Fail("too many values");
     switch (in_.Get<Tag>()) {
       case Tag::kNone:
         return {};
@@ -450,6 +458,7 @@ class Decoder {
   }
 
   base::ByteReader in_;
+  size_t count_ = 0;
   const std::vector<at::Tensor>& tensors_;
 };
 

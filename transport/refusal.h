@@ -11,7 +11,8 @@ namespace Atoll::transport {
 /// there. Any other failure may pass by itself. Annotations keep it; it does not travel in replies.
 bool IsRefused(const absl::Status& status);
 
-/// An Unavailable that IsRefused: for what implements Endpoint.
+/// An Unavailable that IsRefused: for what implements Endpoint, and for who learns as surely that the process is not
+/// there (another has its address).
 absl::Status RefusedError(absl::string_view message);
 
 }  // namespace Atoll::transport

@@ -76,6 +76,25 @@ TEST(WhenAll, TheFirstErrorEndsItAtOnceAndOnce) {
   EXPECT_EQ(ends, 1);
 }
 
+TEST(WhenAll, TellsTheThreadThatTakesThemOfEachValue) {
+  struct Bound {
+    std::vector<std::thread::id>* told;
+    void OnConsumed() const { told->push_back(std::this_thread::get_id()); }
+  };
+  std::vector<std::thread::id> first, second;
+  std::vector<Promise<Bound>> promises(2);
+  const Future<std::vector<Bound>> all = WhenAll<Bound>({promises[0].future(), promises[1].future()});
+  std::thread([&] {
+    promises[1].Set(Bound{&second});
+    promises[0].Set(Bound{&first});
+  }).join();
+  first.clear();
+  second.clear();
+  ASSERT_TRUE(all.Wait(absl::ZeroDuration()).ok());
+  EXPECT_EQ(first, std::vector<std::thread::id>{std::this_thread::get_id()});
+  EXPECT_EQ(second, first);
+}
+
 TEST(Future, WaitHasALimit) {
   Promise<int> promise;
   EXPECT_EQ(promise.future().Wait(absl::Milliseconds(1)).status().code(),

@@ -167,11 +167,16 @@ TEST_P(AgentDeathTest, AnAddressWhereNobodyListensIsDeath) {
 TEST_P(AgentDeathTest, AnotherAtTheAddressIsDeath) {
   Agent& a = Start("a");
   Agent& b = Start("b");
+  base::Promise<absl::Status> dead;
+  a.OnPeerDead([&](const base::MemberId&, absl::Status status) { dead.Set(status); });
   a.AddPeer({{"b", base::NewIncarnation()}, b.addresses()});
   absl::Status status = a.Call("b", {"echo"}, Body("")).Wait(kHang).status();
-  EXPECT_FALSE(status.ok());
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
   EXPECT_EQ(GetRan(status), Ran::kNo);
   EXPECT_FALSE(a.FindPeer("b").has_value());
+  auto reason = dead.future().Wait(kHang);
+  ASSERT_TRUE(reason.ok());
+  EXPECT_TRUE(transport::IsRefused(*reason)) << *reason;
 }
 
 TEST_P(UnreachableTest, AnUnreachablePeerIsDeadAfterTheLimit) {

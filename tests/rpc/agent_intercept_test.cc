@@ -103,6 +103,20 @@ TEST_P(AgentInterceptTest, SeesCallsOnBothSidesAndPutsMetadataBesideThem) {
   EXPECT_THAT(here->served(), ElementsAre("echo-2"));
 }
 
+TEST_P(AgentInterceptTest, WithoutATimeoutTheAgentsCounts) {
+  class Forgets : public Interceptor {
+    absl::Status OnCall(OutgoingCall& call) override {
+      EXPECT_EQ(call.options.timeout, absl::Minutes(1));
+      call.options.timeout.reset();
+      return absl::OkStatus();
+    }
+  };
+  Agent& a = Start("a");
+  ServeEcho(a);
+  a.AddInterceptor(std::make_shared<Forgets>());
+  EXPECT_TRUE(a.Call("a", {"echo"}, Body("")).Wait(kHang).ok());
+}
+
 TEST_P(AgentInterceptTest, RefusalsAreOfTheCallAndItDidNotRun) {
   using When = Refuses::When;
   struct Case {

@@ -4,6 +4,7 @@
 
 #include <stop_token>
 
+#include "absl/synchronization/notification.h"
 #include "agent_fixture.h"
 #include "atoll/rpc/agent.h"
 
@@ -128,6 +129,8 @@ TEST_P(AgentRetryTest, GoesToTheNextLifeOfItsPeerIfItMayRunTwice) {
     ServeEcho(a);
     CallOptions options = Again();
     options.retry->safe_to_repeat = safe;
+    std::atomic<int> received{0};
+    options.on_received = [&] { ++received; };
     auto reply = a.Call(name, {"park"}, Body("x"), std::move(options));
     ASSERT_TRUE(parked_.Await(safe ? 2 : 1));
     Stop(name);
@@ -148,7 +151,26 @@ TEST_P(AgentRetryTest, GoesToTheNextLifeOfItsPeerIfItMayRunTwice) {
     parked_.Take();
     Stop(name);
     Stop("a");
+    EXPECT_LE(received.load(), 1);
   }
+}
+
+TEST_P(AgentRetryTest, GoesToWhoHasTheAddressNowOnceItIsKnown) {
+  Agent& a = Start("a");
+  Agent& b = Start("b");
+  ServeEcho(b);
+  const Peer old{{"b", base::NewIncarnation()}, b.addresses()};
+  absl::Notification dead;
+  a.OnPeerDead([&](const base::MemberId& id, const absl::Status&) {
+    if (id == old.id) dead.Notify();
+  });
+  a.AddPeer(old);
+  auto reply = a.Call("b", {"echo"}, Body("x"), Again(1 << 20));
+  ASSERT_TRUE(dead.WaitForNotificationWithTimeout(kHang));
+  Introduce(a, b);
+  auto answer = reply.Wait(kHang);
+  ASSERT_TRUE(answer.ok()) << answer.status();
+  EXPECT_EQ(answer->body, "x");
 }
 
 TEST_P(AgentRetryTest, RefusesWhatItCannotDo) {

@@ -80,16 +80,23 @@ TEST_P(AgentStopTest, AskedBeforeItNeverLeaves) {
   Agent& a = Start("a");
   Agent& b = Start("b");
   Introduce(a, b);
-  ServeHold(b);
+  std::atomic<int> ran{0};
+  for (Agent* agent : {&a, &b}) {
+    ASSERT_TRUE(agent->Register({"count"}, [&](ServerCall) { ++ran; }).ok());
+  }
   std::stop_source stop;
   stop.request_stop();
-  absl::Notification returned;
-  Payload request = Body("");
-  request.tensors.push_back(Lend(at::ones({4}), [&] { returned.Notify(); }));
-  const absl::Status status = a.Call("b", {"hold"}, std::move(request), Until(stop)).Wait(kHang).status();
-  EXPECT_TRUE(absl::IsCancelled(status)) << status;
-  EXPECT_EQ(GetRan(status), Ran::kNo);
-  EXPECT_TRUE(returned.WaitForNotificationWithTimeout(kHang));
+  for (const char* to : {"b", "a"}) {
+    SCOPED_TRACE(to);
+    absl::Notification returned;
+    Payload request = Body("");
+    request.tensors.push_back(Lend(at::ones({4}), [&] { returned.Notify(); }));
+    const absl::Status status = a.Call(to, {"count"}, std::move(request), Until(stop)).Wait(kHang).status();
+    EXPECT_TRUE(absl::IsCancelled(status)) << status;
+    EXPECT_EQ(GetRan(status), Ran::kNo);
+    EXPECT_TRUE(returned.WaitForNotificationWithTimeout(kHang));
+  }
+  EXPECT_EQ(ran.load(), 0);
 }
 
 TEST_P(AgentStopTest, GoesOnToTheCallsThatTheHandlerMakes) {

@@ -151,6 +151,24 @@ TEST_F(OneCore, APipeThatAcknowledgesNothingIsMadeAnew) {
   EXPECT_EQ(core_.NextTimer(), absl::InfiniteFuture());
 }
 
+TEST_F(OneCore, ASlowLinkGetsTwiceTheTimeAfterEachStallUntilSomethingArrives) {
+  Open();
+  Post(1);
+  for (int stalls = 0; stalls < 3; ++stalls) {
+    Take();
+    const absl::Duration limit = core_.NextTimer() - now_;
+    EXPECT_GE(limit, options_.stall_limit * (1 << stalls));
+    EXPECT_LT(limit, options_.stall_limit * (1 << stalls) + absl::Seconds(1));
+    now_ += limit;
+    core_.OnTimer(now_);
+    core_.OnHello(9 + stalls, Lane::kControl, false, Hello{100u + stalls, 0, {}}, {0, 0}, now_);
+    ASSERT_TRUE(core_.open(Lane::kControl));
+  }
+  ASSERT_TRUE(core_.OnAcks({1, 0}, now_).ok());
+  Post(1);
+  EXPECT_LT(core_.NextTimer(), now_ + options_.stall_limit + absl::Seconds(1));
+}
+
 TEST_F(OneCore, WithdrawnMessagesLeaveNoGap) {
   auto unsent = Post(10);
   EXPECT_TRUE(core_.Withdraw(unsent.get(), now_));
