@@ -124,46 +124,6 @@ void Session::Connect(Lane lane, uint64_t attempt) {
       });
 }
 
-void Session::Write(const PipePtr& pipe, transport::Message message) {
-  pipe->pipe->Write(std::move(message), [self = shared_from_this(), pipe](const absl::Status& status) {
-    if (!status.ok()) self->PipeClosed(pipe, status);
-  });
-}
-
-void Session::WriteData(const PipePtr& pipe, SessionCore::Action& action) {
-  auto message = std::static_pointer_cast<Message>(std::move(action.message));
-  absl::Status sendable = message == nullptr ? absl::OkStatus() : CheckSendable(*message, pipe);
-  if (!sendable.ok()) Reject(*message, sendable);
-  // The number of what is not sent any more leaves no gap.
-  if (message == nullptr || !sendable.ok()) {
-    return WriteNumber(pipe, action.number, action.acks, action.ack_now);
-  }
-  message->written = true;
-  transport::Message out;
-  out.header = message->header;
-  out.tensors = message->buffers;
-  out.targets = message->targets;
-  if (message->deadline != absl::InfiniteFuture()) SetTimeout(out.header, message->deadline - hub_->Now());
-  SetAcks(out.header, action.acks);
-  SetNumber(out.header, action.number, action.ack_now);
-  pipe->pipe->Write(std::move(out),
-                    [self = shared_from_this(), pipe, message, number = action.number, acks = action.acks,
-                     ack_now = action.ack_now](const absl::Status& status) {
-                      if (status.ok()) return;
-                      if (!transport::IsMessageError(status)) return self->PipeClosed(pipe, status);
-                      self->Reject(*message, status);
-                      self->WriteNumber(pipe, number, acks, ack_now);
-                    });
-}
-
-void Session::WriteNumber(const PipePtr& pipe, uint64_t number, const Acks& acks, bool ack_now) {
-  transport::Message out;
-  out.header = EncodeBare(Kind::kData, What::kNothing);
-  SetAcks(out.header, acks);
-  SetNumber(out.header, number, ack_now);
-  Write(pipe, std::move(out));
-}
-
 void Session::PipeClosed(const PipePtr& pipe, const absl::Status& status) {
   {
     absl::MutexLock lock(&mu_);
@@ -180,88 +140,7 @@ void Session::PipeClosed(const PipePtr& pipe, const absl::Status& status) {
   Drain();
 }
 
-// Actions.
-
-void Session::Drain() {
-  absl::Time arm = absl::InfiniteFuture();
-  std::vector<PipePtr> pipes;
-  mu_.Lock();
-  if (!draining_) {
-    draining_ = true;
-    while (core_.has_actions()) {
-      std::vector<SessionCore::Action> actions = core_.TakeActions();
-      pipes.clear();
-      for (const SessionCore::Action& action : actions) {
-        auto found = pipes_.find(action.pipe);
-        pipes.push_back(found == pipes_.end() ? nullptr : found->second);
-      }
-      mu_.Unlock();
-      for (size_t i = 0; i < actions.size(); ++i) Execute(actions[i], pipes[i]);
-      actions.clear();
-      mu_.Lock();
-    }
-    draining_ = false;
-  }
-  absl::Time next = std::min(core_.NextTimer(), calls_.NextDeadline());
-  if ((timers_.empty() || next < *timers_.begin()) && next != absl::InfiniteFuture()) {
-    timers_.insert(next);
-    arm = next;
-  }
-  mu_.Unlock();
-  if (arm != absl::InfiniteFuture()) {
-    hub_->At(arm, [weak = weak_from_this(), arm] {
-      if (auto self = weak.lock()) self->OnTimer(arm);
-    });
-  }
-}
-
-void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
-  using Kind = SessionCore::Action::Kind;
-  transport::Message out;
-  switch (action.kind) {
-    case Kind::kConnect:
-      Connect(action.lane, action.attempt);
-      return;
-    case Kind::kHello:
-      if (pipe == nullptr) return;
-      action.hello.addresses = hub_->endpoint()->addresses();
-      action.hello.device_map = DestinationOf(/*reply=*/false).map;
-      action.hello.limits = hub_->limits();
-      out.header = EncodeHello(action.hello);
-      SetAcks(out.header, action.acks);
-      Write(pipe, std::move(out));
-      return;
-    case Kind::kWrite:
-      if (pipe != nullptr) WriteData(pipe, action);
-      return;
-    case Kind::kAck:
-      if (pipe == nullptr) return;
-      out.header = EncodeBare(Atoll::rpc::Kind::kAck, What::kNothing);
-      SetAcks(out.header, action.acks);
-      Write(pipe, std::move(out));
-      return;
-    case Kind::kBye:
-      if (pipe == nullptr) return;
-      out.header = EncodeBare(Atoll::rpc::Kind::kBye, What::kNothing);
-      Write(pipe, std::move(out));
-      return;
-    case Kind::kClose:
-      if (pipe != nullptr) PipeClosed(pipe, action.status);
-      return;
-    case Kind::kAcked:
-      if (auto* message = static_cast<Message*>(action.message.get());
-          message != nullptr && message->on_received) {
-        CallbackExecutor(hub_->executor(), kOnReceived)
-            .Schedule(std::exchange(message->on_received, nullptr));
-      }
-      return;
-    case Kind::kDropped:
-      return;  // Its end returns its loans: here, where no lock is held.
-    case Kind::kDead:
-      Finish(action.status);
-      return;
-  }
-}
+// The end.
 
 void Session::Finish(const absl::Status& reason) {
   std::vector<std::unique_ptr<PendingCall>> calls;
@@ -338,61 +217,6 @@ Destination Session::DestinationOf(bool reply) const {
   const auto& maps = hub_->options().device_maps;
   auto found = maps.find(peer_.id.name);
   return {found == maps.end() ? DeviceMap() : found->second, peer_.id, false};
-}
-
-// What stands in the way of a message alone: a limit or a device that the peer does not have.
-absl::Status Session::CheckSendable(const Message& message, const PipePtr& pipe) const {
-  transport::MessageLimits limits;
-  {
-    absl::MutexLock lock(&mu_);
-    limits = peer_limits_;
-  }
-  ATOLL_RETURN_IF_ERROR(CheckLimits(message, limits));
-  for (size_t i = 0; i < message.targets.size(); ++i) {
-    if (pipe->pipe->Reaches(message.buffers[i].device, message.targets[i])) continue;
-    return absl::FailedPreconditionError(
-        absl::StrCat("tensor ", i, " of those that travel on their own is on ",
-                     FromTransport(message.buffers[i].device).str(), ", from where no channel leads to ",
-                     FromTransport(message.targets[i]).str(), " of the receiver"));
-  }
-  return absl::OkStatus();
-}
-
-// It will not be sent, or not again: its call fails, or gets an error for a reply.
-void Session::Reject(Message& message, const absl::Status& status) {
-  std::unique_ptr<PendingCall> failed;
-  // Over a pipe before this one it may have arrived.
-  const base::Ran ran =
-      message.written && !transport::IsMessageError(status) ? base::Ran::kMaybe : base::Ran::kNo;
-  const uint64_t id = CallOf(message.header);
-  const bool reply = WhatOf(message.header) == What::kReply;
-  {
-    absl::MutexLock lock(&mu_);
-    core_.Withdraw(&message, hub_->Now());
-    if (reply) {
-      auto answer = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
-      SetCall(answer->header, id, 0);
-      core_.Post(std::move(answer), hub_->Now(), /*force=*/true).IgnoreError();
-    } else if (WhatOf(message.header) == What::kRequest) {
-      failed = calls_.Take(id);
-      if (failed != nullptr && ran != base::Ran::kNo) {
-        auto cancel = MakeMessage(EncodeBare(Kind::kData, What::kCancel, id));
-        core_.Post(std::move(cancel), hub_->Now(), /*force=*/true).IgnoreError();
-      }
-    }
-  }
-  if (failed == nullptr) return;
-  FailLater(std::move(failed), status, ran);
-}
-
-absl::Status Session::Post(OutMessagePtr message, bool force) {
-  absl::Status status;
-  {
-    absl::MutexLock lock(&mu_);
-    status = core_.Post(std::move(message), hub_->Now(), force);
-  }
-  if (status.ok()) Drain();
-  return status;
 }
 
 // State.

@@ -3,7 +3,7 @@
 // Held by shared_ptr, by the hub, by callbacks of its pipes, and by responders. Thread-safe: `mu_` guards the
 // cores and is never held while a pipe, a handler or a callback of a user runs. Actions are carried out in
 // order by whichever thread finds nobody else at it (Drain): messages go out in the order of their
-// numbers, from the thread that posted them, without a hop.
+// numbers, from the thread that posted them, without a hop; bursts of small ones in bundles, from the loop.
 #pragma once
 
 #include <array>
@@ -18,6 +18,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "atoll/rpc/call_core.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
@@ -72,24 +73,30 @@ class Session : public std::enable_shared_from_this<Session> {
   using PipePtr = std::shared_ptr<PipeState>;
   using Lane = transport::Lane;
 
-  // session.cc: pipes and the core's actions.
-  void Drain() ABSL_LOCKS_EXCLUDED(mu_);
-  void Execute(SessionCore::Action& action, const PipePtr& pipe);
+  // session.cc: pipes, and the end.
   void Connect(Lane lane, uint64_t attempt);
   void Finish(const absl::Status& reason);
-  void Write(const PipePtr& pipe, transport::Message message);
-  void WriteData(const PipePtr& pipe, SessionCore::Action& action);
-  void WriteNumber(const PipePtr& pipe, uint64_t number, const Acks& acks, bool ack_now);
   PipePtr AddPipe(std::shared_ptr<transport::Pipe> pipe) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PipeClosed(const PipePtr& pipe, const absl::Status& status);
   void OnTimer(absl::Time when);
-  absl::Status Post(OutMessagePtr message, bool force = false);
-  absl::Status CheckSendable(const Message& message, const PipePtr& pipe) const;
-  void Reject(Message& message, const absl::Status& status);
   Destination DestinationOf(bool reply) const;
   absl::Status Explain(const absl::Status& status, const MethodId& method, base::Ran ran) const;
   bool Drained() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   std::string AddressText() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  // session_send.cc: the core's actions, messages out.
+  absl::Status Post(OutMessagePtr message, bool force = false);
+  bool InBurst(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Flush(bool at_once) ABSL_LOCKS_EXCLUDED(mu_);
+  void Drain() ABSL_LOCKS_EXCLUDED(mu_);
+  void Execute(SessionCore::Action& action, const PipePtr& pipe);
+  void Write(const PipePtr& pipe, transport::Message message);
+  void WriteData(const PipePtr& pipe, SessionCore::Action& action);
+  void WriteNumber(const PipePtr& pipe, uint64_t number, const Acks& acks, bool ack_now);
+  static size_t CountSmall(absl::Span<const SessionCore::Action> actions, absl::Span<const PipePtr> pipes);
+  void WriteBundle(const PipePtr& pipe, absl::Span<SessionCore::Action> actions);
+  absl::Status CheckSendable(const Message& message, const PipePtr& pipe) const;
+  void Reject(Message& message, const absl::Status& status);
 
   // session_calls.cc: calls out, requests in.
   void Start(std::unique_ptr<ClientCall> call, Payload request, CallOptions options);
@@ -117,6 +124,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void Violation(const PipePtr& pipe, const absl::Status& status);
   void TooEarly(const PipePtr& pipe, uint64_t number);
   bool OnPlainData(const PipePtr& pipe, const Header& header, size_t bytes);
+  bool OnBundle(const PipePtr& pipe, const Header& bundle);
   void OnTensorData(std::shared_ptr<Incoming> in);
   bool IsLanding(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PrepareLanding(Incoming& in);
@@ -137,6 +145,9 @@ class Session : public std::enable_shared_from_this<Session> {
   absl::flat_hash_map<uint64_t, PipePtr> pipes_ ABSL_GUARDED_BY(mu_);
   uint64_t next_pipe_ ABSL_GUARDED_BY(mu_) = 1;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  bool deferred_ ABSL_GUARDED_BY(mu_) = false;                     // The loop will.
+  absl::Time posted_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // The last message, of a burst of so many.
+  int burst_ ABSL_GUARDED_BY(mu_) = 0;
   std::set<absl::Time> timers_ ABSL_GUARDED_BY(mu_);           // Under way; a new one is earlier than all.
   transport::MessageLimits peer_limits_ ABSL_GUARDED_BY(mu_);  // Of its hello: before any data is written.
   const std::shared_ptr<Backlog> backlog_;

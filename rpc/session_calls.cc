@@ -107,6 +107,7 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
   absl::Status status;
   std::unique_ptr<PendingCall> refused;
   uint64_t id = 0;
+  bool at_once = false;
   {
     absl::MutexLock lock(&mu_);
     const size_t others = reserved_calls_ - (reserved > 0 ? 1 : 0);
@@ -115,14 +116,16 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
           absl::StrCat(calls_.size(), " calls to this member are not answered yet"));
     } else {
       id = calls_.Add(std::move(call));
-      SetCall(message->header, id, calls_.watermark());
-      status = core_.Post(message, hub_->Now());  // It may end with the lock's scope: not inside.
+      SetCall(message->header.data(), id, calls_.watermark());
+      const absl::Time now = hub_->Now();
+      status = core_.Post(message, now);  // It may end with the lock's scope: not inside.
+      at_once = !InBurst(now) || !message->buffers.empty();
       if (!status.ok()) refused = calls_.Take(id);
     }
   }
   if (refused != nullptr) call.reset(static_cast<ClientCall*>(refused.release()));
   if (!status.ok()) return refuse(status);
-  Drain();
+  Flush(at_once);
   if (link == nullptr) return;
   link->id.store(id);
   if (link->stopped.load()) StopCall(id);
@@ -297,7 +300,7 @@ void Session::Refuse(uint64_t call, const absl::Status& status) {
     served_.Answer(call);
   }
   std::string header = EncodeErrorReply(status, base::Ran::kNo);
-  SetCall(header, call, 0);
+  SetCall(header.data(), call, 0);
   Post(MakeMessage(std::move(header)), /*force=*/true).IgnoreError();
 }
 
@@ -374,7 +377,7 @@ void Session::RunRequest(const Header& header, std::vector<at::Tensor> tensors, 
   if (one_way) {
     // Taken, to be run once.
     std::string taken = EncodeReply({}, "", {});
-    SetCall(taken, id, 0);
+    SetCall(taken.data(), id, 0);
     Post(MakeMessage(std::move(taken)), /*force=*/true).IgnoreError();
   }
   hub_->Dispatch(std::move(serving), std::move(served), std::move(call),
@@ -418,11 +421,11 @@ void Session::Reply(uint64_t id, absl::StatusOr<Payload> reply) {
   } else {
     message = MakeMessage(EncodeErrorReply(prepared.status(), base::Ran::kYes));
   }
-  SetCall(message->header, id, 0);
+  SetCall(message->header.data(), id, 0);
   absl::Status status = Post(message);
   if (absl::IsResourceExhausted(status)) {
     message = MakeMessage(EncodeErrorReply(base::Annotate(status, "its reply"), base::Ran::kYes));
-    SetCall(message->header, id, 0);
+    SetCall(message->header.data(), id, 0);
     Post(message, /*force=*/true).IgnoreError();
   }
 }

@@ -1,7 +1,7 @@
 // Session: messages in.
 //
 //   OnDescriptor ── hello, bye, ack
-//        ├── data in the header alone: OnPlainData: received at once, dispatched
+//        ├── data in the header alone, or a bundle of such: OnPlainData: received at once, dispatched
 //        └── data with tensors: OnTensorData: where they land ─> Pipe::Read ─> OnLanded: received, dispatched
 #include <utility>
 
@@ -69,9 +69,14 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
       Drain();
       break;
     }
+    case Kind::kBundle:
     case Kind::kData:
       if (descriptor->tensors.empty()) {
-        if (!OnPlainData(pipe, *header, descriptor->header.size())) return;
+        const bool go_on = prefix.kind == Kind::kBundle
+                               ? OnBundle(pipe, *header)
+                               : OnPlainData(pipe, *header, descriptor->header.size());
+        Drain();
+        if (!go_on) return;
         break;
       }
       auto in = std::make_shared<Incoming>();
@@ -171,7 +176,6 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
   }
   switch (verdict) {
     case SessionCore::Verdict::kStale:
-      Drain();
       return false;
     case SessionCore::Verdict::kGap:
       TooEarly(pipe, prefix.number);
@@ -185,7 +189,18 @@ bool Session::OnPlainData(const PipePtr& pipe, const Header& header, size_t byte
       }
       break;
   }
-  Drain();
+  return true;
+}
+
+bool Session::OnBundle(const PipePtr& pipe, const Header& bundle) {
+  for (absl::string_view part : bundle.parts) {
+    absl::StatusOr<Header> header = Decode(part, {});
+    if (!header.ok()) {
+      Violation(pipe, header.status());
+      return false;
+    }
+    if (!OnPlainData(pipe, *header, part.size())) return false;
+  }
   return true;
 }
 

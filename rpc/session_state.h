@@ -1,4 +1,4 @@
-// The private parts of Session, shared by its three .cc files. Internal to rpc.
+// The private parts of Session, shared by its .cc files. Internal to rpc.
 #pragma once
 
 #include <atomic>

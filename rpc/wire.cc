@@ -191,6 +191,18 @@ void GetReply(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Heade
   GetTensors(in, tensor_bytes, header);
 }
 
+void GetBundle(base::ByteReader& in, Header& header) {
+  const uint32_t count = in.GetCount(sizeof(uint32_t) + kPrefixBytes);
+  header.parts.reserve(count);
+  for (uint32_t i = 0; i < count && in.ok(); ++i) {
+    const absl::string_view part = in.GetString(std::numeric_limits<uint32_t>::max());
+    if (in.ok() && (part.empty() || part[0] != static_cast<char>(Kind::kData))) {
+      in.Fail("something else than data in a bundle");
+    }
+    header.parts.push_back(part);
+  }
+}
+
 }  // namespace
 
 std::string EncodeHello(const Hello& hello) {
@@ -279,23 +291,38 @@ uint64_t CallOf(absl::string_view header) {
   return call;
 }
 
-void SetAcks(std::string& header, const Acks& acks) {
-  std::memcpy(header.data() + kAcksAt, acks.data(), sizeof(acks));
-}
+void SetAcks(char* header, const Acks& acks) { std::memcpy(header + kAcksAt, acks.data(), sizeof(acks)); }
 
-void SetNumber(std::string& header, uint64_t number, bool ack_now) {
-  std::memcpy(header.data() + kNumberAt, &number, sizeof(number));
+void SetNumber(char* header, uint64_t number, bool ack_now) {
+  std::memcpy(header + kNumberAt, &number, sizeof(number));
   if (ack_now) header[kFlagsAt] = static_cast<char>(header[kFlagsAt] | kFlagAckNow);
 }
 
-void SetCall(std::string& header, uint64_t call, uint64_t watermark) {
-  std::memcpy(header.data() + kCallAt, &call, sizeof(call));
-  std::memcpy(header.data() + kWatermarkAt, &watermark, sizeof(watermark));
+void SetCall(char* header, uint64_t call, uint64_t watermark) {
+  std::memcpy(header + kCallAt, &call, sizeof(call));
+  std::memcpy(header + kWatermarkAt, &watermark, sizeof(watermark));
 }
 
-void SetTimeout(std::string& header, absl::Duration timeout) {
+void SetTimeout(char* header, absl::Duration timeout) {
   const int64_t field = TimeoutField(timeout);
-  std::memcpy(header.data() + kTimeoutAt, &field, sizeof(field));
+  std::memcpy(header + kTimeoutAt, &field, sizeof(field));
+}
+
+char* BundleWriter::Add(absl::string_view header) {
+  if (bytes_.empty()) {
+    bytes_ = EncodeBare(Kind::kBundle, What::kNothing);
+    bytes_.append(sizeof(count_), 0);
+  }
+  ++count_;
+  const uint32_t size = header.size();
+  bytes_.append(reinterpret_cast<const char*>(&size), sizeof(size));
+  bytes_.append(header.data(), header.size());
+  return bytes_.data() + bytes_.size() - header.size();
+}
+
+std::string BundleWriter::Take() && {
+  std::memcpy(bytes_.data() + kPrefixBytes, &count_, sizeof(count_));
+  return std::move(bytes_);
 }
 
 absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> tensor_bytes) {
@@ -323,6 +350,8 @@ absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> 
       GetReply(in, tensor_bytes, header);
     } else if (prefix.kind == Kind::kData) {
       if (prefix.what != What::kNothing && prefix.what != What::kCancel) in.Fail("an unknown kind of data");
+    } else if (prefix.kind == Kind::kBundle) {
+      GetBundle(in, header);
     } else if (prefix.kind != Kind::kAck && prefix.kind != Kind::kBye) {
       in.Fail("an unknown kind of message");
     }

@@ -9,6 +9,7 @@
 //            | device map (count u32, each: the sender's index i8 | the receiver's i8; -1 is the CPU)
 //   request  timeout in ns i64 (0: none) | method string | version u32 | metadata | body string | tensors
 //   reply    code u32 | ran u8 | message string | metadata | body string | tensors
+//   bundle   count u32, each: a whole header of data without tensors of its own, as a string
 //   metadata count u32, each: key string | value string
 //   tensors  count u32, each: dtype u8 | inline u8 | device i8 | dims u8 | sizes i64... | bytes, if inline
 //            (device: the receiver's, where it lands: a GPU's index, or -1 for the CPU)
@@ -32,7 +33,7 @@
 
 namespace Atoll::rpc {
 
-inline constexpr uint32_t kWireVersion = 3;
+inline constexpr uint32_t kWireVersion = 4;
 inline constexpr size_t kPrefixBytes = 48;
 inline constexpr size_t kMaxMethodName = 128;
 inline constexpr size_t kMaxDims = 64;
@@ -42,11 +43,13 @@ inline constexpr size_t kMaxMetadata = 64;             ///< Entries.
 inline constexpr size_t kMaxMetadataKeyBytes = 64;     ///< Of a key.
 inline constexpr size_t kMaxMetadataBytes = 16 << 10;  ///< Of all keys and values.
 inline constexpr size_t kMaxErrorBytes = 64 << 10;     ///< Of an error's text: longer ones are cut.
-/// Every receiver takes a header of this: a hello, an error with its text.
+/// Every receiver takes a header of this: a hello, an error with its text, a bundle.
 inline constexpr size_t kMinHeaderLimit = 128 << 10;
+/// Of a bundle that we send.
+inline constexpr size_t kMaxBundleBytes = 64 << 10;
 
 /// Numbers are never reused.
-enum class Kind : uint8_t { kHello = 1, kAck = 2, kData = 3, kBye = 4 };
+enum class Kind : uint8_t { kHello = 1, kAck = 2, kData = 3, kBye = 4, kBundle = 5 };
 enum class What : uint8_t { kNothing = 0, kRequest = 1, kReply = 2, kCancel = 3 };
 inline constexpr uint8_t kFlagAckNow = 1;  ///< Somebody waits for the acknowledgement.
 inline constexpr uint8_t kFlagOneWay = 2;  ///< A request whose reply is dropped.
@@ -91,6 +94,7 @@ struct TensorIn {
 struct Header {
   Prefix prefix;
   Hello hello;                                        // kHello.
+  std::vector<absl::string_view> parts;               // kBundle.
   absl::Duration timeout = absl::InfiniteDuration();  // kRequest from here.
   absl::string_view method;
   uint32_t version = 0;
@@ -117,11 +121,23 @@ What WhatOf(absl::string_view header);
 uint64_t CallOf(absl::string_view header);
 
 /// Fills the places of an encoded header that are known only when it is sent.
-void SetAcks(std::string& header, const Acks& acks);
-void SetNumber(std::string& header, uint64_t number, bool ack_now);
-void SetCall(std::string& header, uint64_t call, uint64_t watermark);
+void SetAcks(char* header, const Acks& acks);
+void SetNumber(char* header, uint64_t number, bool ack_now);
+void SetCall(char* header, uint64_t call, uint64_t watermark);
 /// Of a request: how much time is left, so that what waited to be sent gets no more than it had.
-void SetTimeout(std::string& header, absl::Duration timeout);
+void SetTimeout(char* header, absl::Duration timeout);
+
+/// Several headers as one message: what passes through the layers below once passes for all of them.
+class BundleWriter {
+ public:
+  /// Adds `header`; its copy, until the next Add.
+  char* Add(absl::string_view header);
+  std::string Take() &&;
+
+ private:
+  std::string bytes_;
+  uint32_t count_ = 0;
+};
 
 /// Reads a header; `tensor_bytes` are the sizes that the pipe announced with it, which must be those of
 /// the tensors that are not inline, in order. InvalidArgument says what is wrong.

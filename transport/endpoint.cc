@@ -91,6 +91,9 @@ class EndpointImpl final : public Endpoint {
   void Connect(std::vector<std::string> addresses, base::MemberId expected, Lane lane, absl::Duration limit,
                absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) override;
   void OnBroken(absl::AnyInvocable<void(absl::Status)> on_broken) override;
+  void Defer(absl::AnyInvocable<void()> task) override {
+    if (!in_child()) engine_->loop->Defer(std::move(task));
+  }
   Counters counters() const override;
   void Close() override;
   void Join() override;

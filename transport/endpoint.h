@@ -99,6 +99,10 @@ class Endpoint {
                        absl::Duration limit,
                        absl::AnyInvocable<void(absl::StatusOr<std::shared_ptr<Pipe>>)> done) = 0;
 
+  /// Runs `task` on a loop thread, behind what that does now; inside this call once the loop has ended. It must not
+  /// wait.
+  virtual void Defer(absl::AnyInvocable<void()> task) = 0;
+
   /// Counts since the start, for metrics and tests.
   struct Counters {
     uint64_t accepted = 0;       ///< Sockets accepted.

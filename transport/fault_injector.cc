@@ -237,6 +237,7 @@ class FaultInjectorImpl : public FaultInjector {
           std::move(done)(std::move(pipe));
         });
   }
+  void Defer(absl::AnyInvocable<void()> task) override { inner_->Defer(std::move(task)); }
   Counters counters() const override { return inner_->counters(); }
   void Close() override { inner_->Close(); }
   void Join() override { inner_->Join(); }

@@ -129,7 +129,7 @@ TEST(DeviceWireTest, MapsAndDevicesTravel) {
   EXPECT_EQ(header->tensors[0].meta.device, on_gpu.device);
   EXPECT_EQ(header->tensors[1].meta.device, empty_on_gpu.device);
   EXPECT_EQ(WhatOf(bytes), What::kRequest);
-  SetCall(bytes, 77, 1);
+  SetCall(bytes.data(), 77, 1);
   EXPECT_EQ(CallOf(bytes), 77u);
 }
 

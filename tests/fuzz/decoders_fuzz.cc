@@ -122,6 +122,10 @@ void FuzzHeader(Input input) {
     if (tensor.is_inline && !tensor.bytes.empty() && tensor.bytes.size() != tensor.meta.bytes()) std::abort();
   }
   rpc::ToMetadata(*header);
+  for (absl::string_view part : header->parts) {
+    auto inner = rpc::Decode(part, {});
+    if (inner.ok() && !inner->parts.empty()) std::abort();
+  }
 }
 
 // ---- values: count u8 of tensors, each: dtype u8 | rows u8 | columns u8 (5: one dimension) | its bytes; then the
@@ -245,6 +249,9 @@ Seeds FrameSeeds() {
 Seeds HeaderSeeds() {
   const float numbers[] = {1, 2, 3};
   const rpc::TensorOut small{{at::kFloat, {3}}, numbers}, large{{at::kDouble, {2, 3}}, nullptr};
+  rpc::BundleWriter bundle;
+  bundle.Add(rpc::EncodeRequest({"m"}, absl::Seconds(5), false, {}, "body", {}));
+  bundle.Add(rpc::EncodeBare(rpc::Kind::kData, rpc::What::kCancel, 9));
   rpc::Hello hello{3, 2, {"127.0.0.1:29500", "unix:@atoll"}, {{-1, -1}, {0, 1}}, {}};
   return {Prefixed({0}, rpc::EncodeHello(hello)),
           Prefixed({1, 48, 0}, rpc::EncodeRequest({"shard.push", 3}, absl::Seconds(5), false,
@@ -253,7 +260,8 @@ Seeds HeaderSeeds() {
           Prefixed({0}, rpc::EncodeReply({{"a", "b"}, {"c", ""}}, "body", {small})),
           Prefixed({0}, rpc::EncodeErrorReply(absl::NotFoundError("no such method"), base::Ran::kNo)),
           Prefixed({0}, rpc::EncodeBare(rpc::Kind::kData, rpc::What::kCancel, 9)),
-          Prefixed({0}, rpc::EncodeBare(rpc::Kind::kAck, rpc::What::kNothing))};
+          Prefixed({0}, rpc::EncodeBare(rpc::Kind::kAck, rpc::What::kNothing)),
+          Prefixed({0}, std::move(bundle).Take())};
 }
 
 std::string Values(std::vector<c10::IValue> values) {

@@ -239,6 +239,8 @@ class Attacker:
                                             rng.randrange(4), rng.randrange(4)) + noise),
             lambda: message(self.damaged(raw_peer.session_hello())),
             lambda: message(self.damaged(raw_peer.request(number, rng.choice(METHODS), noise))),
+            lambda: message(self.damaged(raw_peer.bundle(raw_peer.request(number, rng.choice(METHODS), noise),
+                                                         raw_peer.prefix(rng.randrange(6), rng.randrange(6))))),
             lambda: raw_peer.frame(self.damaged(raw_peer.descriptor(raw_peer.request(number, "membership.ping", b"")))),
             lambda: b"".join(message(raw_peer.request(number + i, rng.choice(METHODS), rng.randbytes(rng.randrange(200))))
                              for i in range(5)),

@@ -276,7 +276,11 @@ def prefix(kind, what=0, flags=0, number=0, call=0, lowest=0):
 
 def session_hello(attempt=1):
     limits = struct.pack("<QQQ", 16 << 20, 4096, 1 << 40)
-    return prefix(1) + struct.pack("<IQQ", 3, attempt, 0) + limits + struct.pack("<II", 0, 0)
+    return prefix(1) + struct.pack("<IQQ", 4, attempt, 0) + limits + struct.pack("<II", 0, 0)
+
+
+def bundle(*headers):
+    return prefix(5) + struct.pack("<I", len(headers)) + b"".join(string(header) for header in headers)
 
 
 def request(number, method, body):
@@ -291,7 +295,7 @@ def take_answer(raw):
         if len(head) < 8:
             return False
         header = un_nop(receive(raw, struct.unpack("<Q", head)[0]))[0]
-        if header[:2] == b"\x03\x02":
+        if header[:2] == b"\x03\x02" or header[:1] == b"\x05" and b"\x03\x02" in header:  # In a bundle.
             return True
 
 

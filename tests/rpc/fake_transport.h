@@ -85,6 +85,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     unreachable_ = std::move(why);
   }
   uint64_t connects() const { return connects_.load(); }
+  uint64_t messages() const { return messages_.load(); }
   int cut_reads_left() const { return cut_reads_.load(); }
 
  private:
@@ -148,6 +149,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
           peer_(std::move(peer)) {}
 
     void Write(transport::Message message, absl::AnyInvocable<void(absl::Status)> done) override {
+      network_->messages_.fetch_add(1);
       if (absl::Status above = Above(ours_, message); !above.ok()) {
         return std::move(done)(transport::MessageError(above));
       }
@@ -336,6 +338,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
         std::move(done)(std::move(result));
       });
     }
+    void Defer(absl::AnyInvocable<void()> task) override { loop_->Post(std::move(task)); }
     Counters counters() const override { return {}; }
     void Close() override {
       {
@@ -418,6 +421,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   bool finish_reads_ ABSL_GUARDED_BY(mu_) = false;
   int held_reads_ ABSL_GUARDED_BY(mu_) = 0;
   std::atomic<int> cut_reads_{0};
+  std::atomic<uint64_t> messages_{0};
   std::atomic<uint64_t> connects_{0};
 };
 

@@ -14,9 +14,9 @@ std::string Request() {
   TensorOut small{{at::kFloat, {3}}, kData};
   TensorOut large{{at::kDouble, {1000, 2}}, nullptr};
   std::string header = EncodeRequest({"shard.push", 3}, absl::Seconds(5), true, {}, "body", {small, large});
-  SetAcks(header, {11, 12});
-  SetNumber(header, 13, true);
-  SetCall(header, 14, 15);
+  SetAcks(header.data(), {11, 12});
+  SetNumber(header.data(), 13, true);
+  SetCall(header.data(), 14, 15);
   return header;
 }
 
@@ -86,6 +86,32 @@ TEST(Wire, SizesThatOverflowAreRefused) {
     TensorOut tensor{{at::kFloat, sizes}, nullptr};
     const size_t announced[] = {4};
     EXPECT_FALSE(Decode(EncodeReply({}, "", {tensor}), announced).ok());
+  }
+}
+
+TEST(Wire, ABundleHoldsTheHeadersThatWereAdded) {
+  BundleWriter writer;
+  SetNumber(writer.Add(Request()), 7, true);
+  writer.Add(EncodeBare(Kind::kData, What::kCancel, 9));
+  const std::string bytes = std::move(writer).Take();
+  auto bundle = Decode(bytes, {});
+  ASSERT_TRUE(bundle.ok()) << bundle.status();
+  EXPECT_EQ(bundle->prefix.kind, Kind::kBundle);
+  ASSERT_EQ(bundle->parts.size(), 2u);
+  const size_t sizes[] = {16000};
+  auto request = Decode(bundle->parts[0], sizes);
+  ASSERT_TRUE(request.ok()) << request.status();
+  EXPECT_EQ(request->prefix.number, 7u);
+  EXPECT_EQ(Decode(bundle->parts[1], {})->prefix.call, 9u);
+  for (size_t length = 0; length < bytes.size(); ++length) {
+    std::vector<char> cut(bytes.begin(), bytes.begin() + static_cast<long>(length));
+    EXPECT_FALSE(Decode(absl::string_view(cut.data(), cut.size()), {}).ok()) << length;
+  }
+  EXPECT_FALSE(Decode(bytes, sizes).ok());  // Tensors of its own.
+  for (Kind kind : {Kind::kHello, Kind::kAck, Kind::kBye, Kind::kBundle}) {
+    BundleWriter odd;
+    odd.Add(EncodeBare(kind, What::kNothing));
+    EXPECT_FALSE(Decode(std::move(odd).Take(), {}).ok());
   }
 }
 
