@@ -39,7 +39,7 @@ Under torchrun, srun or mpirun one command line starts all: see atoll-run --help
 
 Environment, where no flag says otherwise: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (or
 Slurm's, Open MPI's, Kubeflow's), torchrun's agent store, ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND,
-ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT, ATOLL_TLS_KEY, ATOLL_TLS_CA,
+ATOLL_PORTS, ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT, ATOLL_TLS_KEY, ATOLL_TLS_CA,
 ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
 )";
 
@@ -122,7 +122,6 @@ absl::StatusOr<Setup> ReadSetup() {
 Atoll::rref::NodeOptions ToNodeOptions(const NodeFlags& flags) {
   Atoll::rref::NodeOptions options;
   options.lease = flags.lease;
-  options.endpoint.port = flags.port;
   options.endpoint.enable_unix = flags.enable_unix;
   options.endpoint.enable_cma = flags.enable_cma;
   return options;

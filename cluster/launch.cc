@@ -204,6 +204,23 @@ void ReadOpenMpi(Reader& read, Launch& launch) {
   }
 }
 
+/// "0", "7000" or "7000-7010". (Not ATOLL_PORT: Kubernetes sets that where a service is called atoll.)
+void ReadPorts(Reader& read, Launch& launch) {
+  const std::string text = read.Text("ATOLL_PORTS", "a port or a range of ports", "0");
+  const size_t dash = text.find('-');
+  int first = 0, last = 0;
+  const bool range = dash != std::string::npos;
+  if (!absl::SimpleAtoi(text.substr(0, dash), &first) ||
+      !absl::SimpleAtoi(range ? text.substr(dash + 1) : text, &last) || first < (range ? 1 : 0) ||
+      last < first || last > 65535) {
+    read.Latch(Bad("ATOLL_PORTS", text,
+                   "a port from 1 to 65535, a range of them such as 7000-7010, or 0 for any free one"));
+    return;
+  }
+  launch.port = first;
+  launch.port_count = last - first + 1;
+}
+
 void ReadKey(Reader& read, Launch& launch) {
   if (read.Has("ATOLL_KEY") && read.Has("ATOLL_KEY_FILE")) {
     read.Latch(absl::InvalidArgumentError(
@@ -321,6 +338,7 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
   if (!absl::ParseDuration(limit, &launch.join_limit) || !IsJoinLimit(launch.join_limit)) {
     read.Latch(Bad("ATOLL_JOIN_LIMIT", limit, "a time above zero and at most 24h, such as 60s or 5m"));
   }
+  ReadPorts(read, launch);
   ReadKey(read, launch);
   ReadTls(read, launch);
   if (!read.status().ok()) return read.status();
@@ -357,6 +375,12 @@ absl::Status Finish(Launch& launch) {
   if (launch.coordinator_port < (any_port ? 0 : 1) || launch.coordinator_port > 65535) {
     return absl::InvalidArgumentError(absl::StrCat("MASTER_PORT ", launch.coordinator_port,
                                                    ": the coordinator's port should be from 1 to 65535"));
+  }
+  if (launch.port < 0 || launch.port_count < 1 || launch.port > 65535 ||
+      launch.port_count > 65536 - launch.port) {
+    return absl::InvalidArgumentError(absl::StrCat("the ports (ATOLL_PORTS) from ", launch.port, " on, ",
+                                                   launch.port_count,
+                                                   " in all: they should be from 1 to 65535"));
   }
   if (!IsJoinLimit(launch.join_limit)) {
     return absl::InvalidArgumentError(

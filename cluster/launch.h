@@ -41,7 +41,10 @@ struct Launch {
   /// it there (PublishCoordinator, FindCoordinator), keys prefixed with the job.
   bool agent_store = false;
 
-  std::string bind = "127.0.0.1";                 ///< Address or interface for our own port.
+  std::string bind = "127.0.0.1";  ///< Address, host name or interface for our own port.
+  /// The first port that we may listen at, and how many there are; 0: any. The coordinator's is coordinator_port.
+  int port = 0;
+  int port_count = 1;
   std::string key;                                ///< The job key's bytes; empty: see EnsureJobKey.
   base::TlsOptions tls;                           ///< Of TCP connections; the same for all of the job.
   absl::Duration join_limit = absl::Seconds(60);  ///< For all of the job to be there.
@@ -56,7 +59,7 @@ Environment ProcessEnvironment();
 /// SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_LAUNCH_NODE_IPADDR, or Kubeflow's
 /// PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT (one process a pod, or
 /// LOCAL_RANK set for each; PET_MASTER_* also stand in for MASTER_* elsewhere); and
-/// ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND, ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT,
+/// ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND, ATOLL_PORTS, ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT,
 /// ATOLL_TLS_KEY, ATOLL_TLS_CA, ATOLL_JOIN_LIMIT. Each value that is missing or malformed is named in the error (InvalidArgument), with what it should be. Without any
 /// launcher's variables: one process, rank 0 of 1.
 absl::StatusOr<Launch> LaunchFromEnvironment(const Environment& environment = ProcessEnvironment());
@@ -67,7 +70,7 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment);
 
 /// Fills `role` and `name` from rank and owners, and `bind` where it is empty: loopback if the job is on
 /// one host, else the local address that leads to the coordinator. Refuses with InvalidArgument what cannot
-/// be (a rank not below the world size, more owners than ranks, a bad port, an empty host, an id or name
+/// be (a rank not below the world size, more owners than ranks, a bad port or range, an empty host, an id or name
 /// with characters that do not belong there, a loopback address in a job of several hosts, a TLS mode without
 /// its files). May be called
 /// again after a change.

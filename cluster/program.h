@@ -64,7 +64,6 @@ absl::StatusOr<Launch> PlacementFromFlags(const Environment& environment = Proce
 
 /// Flags for layers above this one.
 struct NodeFlags {
-  int port = 0;
   bool enable_unix = true;
   bool enable_cma = true;
   absl::Duration lease = absl::Seconds(10);

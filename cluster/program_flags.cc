@@ -31,9 +31,10 @@ ABSL_FLAG(std::string, job, "", "the job's id: two jobs on one machine need two.
 ABSL_FLAG(std::string, name, "",
           "this process's name, unique in the job. Instead of ATOLL_NAME; default owner0, "
           "worker0 ...");
-ABSL_FLAG(std::string, bind, "",
-          "address or interface to listen on. Instead of ATOLL_BIND; default: loopback "
-          "if the job is on one host");
+ABSL_FLAG(
+    std::string, bind, "",
+    "address, host name or interface to listen on, without a port. Instead of ATOLL_BIND; default: loopback "
+    "if the job is on one host");
 ABSL_FLAG(std::string, key_file, "",
           "file with the job key, 16 to 4096 bytes, readable by you alone (chmod 600). Instead of "
           "ATOLL_KEY_FILE; default: on one host a key is made for the job");
@@ -54,7 +55,10 @@ ABSL_FLAG(
 ABSL_FLAG(std::string, join_limit, "",
           "how long to wait for the whole job to be there. Instead of "
           "ATOLL_JOIN_LIMIT; default 60s");
-ABSL_FLAG(int, port, 0, "port to listen on, for ranks other than 0; 0: the system chooses");
+ABSL_FLAG(
+    std::string, port, "",
+    "port to listen on, or range such as 7000-7010, of which the first free one is taken; 0: the system "
+    "chooses. For ranks other than 0, which listens at --coordinator. Instead of ATOLL_PORTS; default 0");
 ABSL_FLAG(bool, unix_sockets, true, "use Unix sockets between processes of one host");
 ABSL_FLAG(bool, cma, true, "copy memory between processes of one host directly");
 ABSL_FLAG(absl::Duration, lease, absl::Seconds(10), "a process that is not heard of for so long is dead");
@@ -252,6 +256,7 @@ absl::Status WithOverlay(const Environment& environment, std::optional<Role> rol
   overlay.Set("ATOLL_JOB", absl::GetFlag(FLAGS_job), "job");
   overlay.Set("ATOLL_NAME", absl::GetFlag(FLAGS_name), "name");
   overlay.Set("ATOLL_BIND", absl::GetFlag(FLAGS_bind), "bind");
+  overlay.Set("ATOLL_PORTS", absl::GetFlag(FLAGS_port), "port");
   overlay.Set("ATOLL_JOIN_LIMIT", absl::GetFlag(FLAGS_join_limit), "join_limit");
   overlay.Set("ATOLL_TLS", absl::GetFlag(FLAGS_tls), "tls");
   overlay.Set("ATOLL_TLS_CERT", absl::GetFlag(FLAGS_tls_cert), "tls_cert");
@@ -361,10 +366,6 @@ absl::StatusOr<FlaggedLaunch> LaunchFromFlags(std::optional<Role> role, const En
 
 absl::StatusOr<NodeFlags> NodeFlagsFromFlags() {
   NodeFlags flags;
-  flags.port = absl::GetFlag(FLAGS_port);
-  if (flags.port < 0 || flags.port > 65535) {
-    return absl::InvalidArgumentError(absl::StrCat("--port=", flags.port, ": it should be from 0 to 65535"));
-  }
   flags.enable_unix = absl::GetFlag(FLAGS_unix_sockets);
   flags.enable_cma = absl::GetFlag(FLAGS_cma);
   flags.lease = absl::GetFlag(FLAGS_lease);

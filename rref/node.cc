@@ -79,6 +79,11 @@ absl::Status NodeImpl::Listen(const NodeOptions& options) {
   if (launch_.is_coordinator() && !launch_.agent_store) {
     endpoint.port = launch_.coordinator_port;
     endpoint.port_count = 1;
+  } else if (launch_.port != 0) {
+    endpoint.port = launch_.port;
+    endpoint.port_count = launch_.port_count;
+    // Who comes before the coordinator, on its host, must not take its place.
+    if (!launch_.agent_store) endpoint.last_port = launch_.coordinator_port;
   }
   rpc::AgentOptions agent;
   agent.self = endpoint.self;

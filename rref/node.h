@@ -17,7 +17,7 @@ struct NodeOptions {
   int worker_threads = 4;
   absl::Duration lease = absl::Seconds(10);
   transport::EndpointOptions endpoint;  ///< job, self, key, bind and tls are taken from the Launch; the
-                                        ///< coordinator's port too.
+                                        ///< coordinator's port too, and ports that it names.
   /// Runs before we join: classes and methods that others may use as soon as we are there are registered
   /// here. An error ends the start.
   std::function<absl::Status(ObjectSpace&, rpc::Agent&)> before_join;

@@ -34,7 +34,7 @@ Under torchrun, srun or mpirun one command line starts all: see atoll-run --help
 
 Environment, where no flag says otherwise: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (or
 Slurm's, Open MPI's, Kubeflow's), torchrun's agent store, ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND,
-ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT, ATOLL_TLS_KEY, ATOLL_TLS_CA,
+ATOLL_PORTS, ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT, ATOLL_TLS_KEY, ATOLL_TLS_CA,
 ATOLL_JOIN_LIMIT, ATOLL_LOG_LEVEL.
 )";
 
@@ -45,7 +45,6 @@ int Serve(const std::string& who, const FlaggedLaunch& flagged, const NodeFlags&
   };
   Atoll::server::OwnerOptions options;
   options.node.lease = flags.lease;
-  options.node.endpoint.port = flags.port;
   options.node.endpoint.enable_unix = flags.enable_unix;
   options.node.endpoint.enable_cma = flags.enable_cma;
   options.memory.staging_bytes = absl::GetFlag(FLAGS_staging_bytes);

@@ -47,8 +47,11 @@ absl::Status CheckOptions(const EndpointOptions& options) {
                                                    base::kWordLetters, ", and this is '",
                                                    absl::CHexEscape(options.self.name), "'"));
   if (options.self.incarnation.value() == 0) return absl::InvalidArgumentError("incarnation 0 is nobody's");
-  if (options.port < 0 || options.port > 65535 || options.port_count < 1) {
-    return absl::InvalidArgumentError("a port is 0 to 65535, and at least one is tried");
+  if (options.port < 0 || options.port > 65535 || options.port_count < 1 ||
+      options.port_count > 65536 - options.port) {
+    return absl::InvalidArgumentError(absl::StrCat("port ", options.port, " and ", options.port_count,
+                                                   " in all: a port is 0 to 65535, and at least one is "
+                                                   "tried"));
   }
   if (options.max_unauthenticated < 1)
     return absl::InvalidArgumentError("max_unauthenticated must be 1 or more");
@@ -142,8 +145,9 @@ absl::Status EndpointImpl::Start() {
   if (options_.tls.mode != base::TlsMode::kNone) {
     ATOLL_ASSIGN_OR_RETURN(transport.tls, TlsContext::Create(options_.tls, options_.key.bytes));
   }
-  ATOLL_ASSIGN_OR_RETURN(bound_, ResolveBind(options_.bind));
-  ATOLL_ASSIGN_OR_RETURN(Fd tcp, ListenTcp(&bound_, options_.port, options_.port_count));
+  ATOLL_ASSIGN_OR_RETURN(const std::vector<SocketAddress> candidates, ResolveBind(options_.bind));
+  ATOLL_ASSIGN_OR_RETURN(
+      Fd tcp, ListenTcp(candidates, {options_.port, options_.port_count, options_.last_port}, &bound_));
   const SocketAddress unix_address = UnixAddressOf(options_.job, options_.self);
   Fd unix_socket;
   if (options_.enable_unix) {

@@ -34,6 +34,7 @@ struct EndpointOptions {
   /// First port tried and how many; 0 lets the system choose.
   int port = 0;
   int port_count = 1;
+  int last_port = 0;  ///< One of these that another may want (the coordinator): taken if no other is free.
   bool enable_unix = true;  ///< Abstract Unix sockets beside TCP, used between processes of one host.
   bool enable_cma = true;   ///< Copies between processes of one host with process_vm_readv.
   /// Tensors over several connections of a pipe, where they are not copied otherwise; without it over one.
@@ -119,8 +120,8 @@ class Endpoint {
   virtual void Join() = 0;
 };
 
-/// Binds and starts. A port in use is FailedPrecondition and names the ports tried;
-/// an address that is not ours, or an interface that is not there, is InvalidArgument and lists what
+/// Binds and starts. Of a host name's addresses the first is taken that is this machine's; a link-local IPv6 address
+/// needs its scope ("fe80::1%eth0"). No port to be had is FailedPrecondition and names the ports tried; an address that is not ours, or an interface that is not there, is InvalidArgument and lists what
 /// there is; a file of `tls` that is missing, unreadable, malformed, expired, open to others, or does not fit
 /// the other files is InvalidArgument and named.
 absl::StatusOr<std::shared_ptr<Endpoint>> CreateEndpoint(EndpointOptions options);

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <optional>
 
 #include "absl/strings/ascii.h"
@@ -136,6 +137,70 @@ std::string DescribeInterfaces() {
   return absl::StrJoin(texts, ", ");
 }
 
+/// Why a port could not be had: an errno.
+using Refused = std::map<int, int>;
+
+std::vector<int> InOrder(const PortRange& ports) {
+  std::vector<int> order;
+  bool last = false;
+  for (int port = ports.first; port < ports.first + (ports.first == 0 ? 1 : ports.count); ++port) {
+    const bool resort = port != 0 && port == ports.last_resort;
+    last |= resort;
+    if (!resort) order.push_back(port);
+  }
+  if (last) order.push_back(ports.last_resort);
+  return order;
+}
+
+/// "port 80: not permitted", "ports 7000 to 7003: in use", or "ports 1023 to 1025: 1023 not permitted, 1024 to
+/// 1025 in use".
+std::string DescribeRefused(const PortRange& ports, const Refused& refused) {
+  struct Run {
+    int first, last;
+    std::string why;
+  };
+  auto text_of = [](int first, int last) {
+    return first == last ? absl::StrCat(first) : absl::StrCat(first, " to ", last);
+  };
+  std::vector<Run> runs;
+  for (const auto& [port, error] : refused) {
+    const std::string why = error == EADDRINUSE ? "in use"
+                            : error == EACCES   ? "not permitted"
+                                                : std::string(base::ErrnoStatus(error, "bind").message());
+    if (runs.empty() || runs.back().why != why) runs.push_back({port, port, why});
+    runs.back().last = port;
+  }
+  const int count = ports.first == 0 ? 1 : ports.count;
+  const std::string all =
+      absl::StrCat(count == 1 ? "port " : "ports ", text_of(ports.first, ports.first + count - 1), ": ");
+  if (runs.size() == 1) return absl::StrCat(all, runs.front().why);
+  return absl::StrCat(all, absl::StrJoin(runs, ", ", [&](std::string* out, const Run& run) {
+                        absl::StrAppend(out, text_of(run.first, run.last), " ", run.why);
+                      }));
+}
+
+/// Listens on `address`, which becomes what is bound; else an invalid one, and why.
+Fd TryToListen(SocketAddress* address, int* error) {
+  Fd fd(socket(address->family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (fd.valid()) {
+    const int on = 1, off = 0;
+    setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (address->family() == AF_INET6) {
+      // "::" serves IPv4 too; a specific address only itself.
+      const int* only = IsWildcard(*address) ? &off : &on;
+      setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, only, sizeof(*only));
+    }
+    socklen_t size = sizeof(address->storage);
+    if (bind(fd.get(), address->raw(), address->size) == 0 && listen(fd.get(), SOMAXCONN) == 0 &&
+        getsockname(fd.get(), address->raw(), &size) == 0) {
+      address->size = size;
+      return fd;
+    }
+  }
+  *error = errno;
+  return Fd();
+}
+
 }  // namespace
 
 void Fd::reset() {
@@ -192,26 +257,34 @@ absl::StatusOr<std::vector<SocketAddress>> ResolveAddress(absl::string_view text
   return found;
 }
 
-absl::StatusOr<SocketAddress> ResolveBind(absl::string_view text) {
+absl::StatusOr<std::vector<SocketAddress>> ResolveBind(absl::string_view text) {
   if (std::optional<SocketAddress> literal =
           ParseHost(absl::StripSuffix(absl::StripPrefix(text, "["), "]"))) {
-    return *literal;
+    return std::vector<SocketAddress>{*literal};
   }
+  // Of an interface's addresses those first that others reach without knowing it: IPv4, then IPv6 of any scope.
+  auto rank = [](const SocketAddress& address) {
+    if (address.family() == AF_INET) return 0;
+    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&address.storage);
+    return IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr) ? 2 : 1;
+  };
   const Interface* best = nullptr;
   const std::vector<Interface> interfaces = Interfaces();
   for (const Interface& one : interfaces) {
     if (one.name != std::string(text)) continue;
-    if (best == nullptr || (best->address.family() != AF_INET && one.address.family() == AF_INET))
-      best = &one;
+    if (best == nullptr || rank(one.address) < rank(best->address)) best = &one;
   }
-  if (best != nullptr) return best->address;
+  if (best != nullptr) return std::vector<SocketAddress>{best->address};
   if (!text.empty()) {
     std::vector<SocketAddress> found = LookUp(std::string(text), AI_PASSIVE);
-    if (!found.empty()) return found.front();
+    if (!found.empty()) return found;
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("cannot bind to '", absl::CHexEscape(text),
-                   "': no such interface, address or host. This machine has: ", DescribeInterfaces()));
+  const absl::StatusOr<HostPort> with_port = SplitHostPort(text);
+  return absl::InvalidArgumentError(absl::StrCat("cannot bind to '", absl::CHexEscape(text), "': ",
+                                                 with_port.ok()
+                                                     ? "it should be without a port, which is given apart"
+                                                     : "no such interface, address or host",
+                                                 ". This machine has: ", DescribeInterfaces()));
 }
 
 bool IsLoopback(const SocketAddress& address) {
@@ -271,39 +344,32 @@ SocketAddress UnixAddressOf(absl::string_view job, const base::MemberId& member)
   return UnixAddress(absl::StrCat("atoll-", absl::BytesToHexString(half), "-", incarnation));
 }
 
-absl::StatusOr<Fd> ListenTcp(SocketAddress* address, int port, int port_count) {
-  int error = EINVAL;
-  const int tries = port == 0 ? 1 : std::max(1, port_count);
-  for (int i = 0; i < tries && port + i <= 65535; ++i) {
-    address->set_port(port + i);
-    Fd fd(socket(address->family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (!fd.valid()) return base::ErrnoStatus(errno, "socket");
-    const int on = 1, off = 0;
-    setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (address->family() == AF_INET6) {
-      // "::" serves IPv4 too; a specific address only itself.
-      const int* only = IsWildcard(*address) ? &off : &on;
-      setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, only, sizeof(*only));
+absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const PortRange& ports,
+                             SocketAddress* bound) {
+  std::vector<std::string> failures, foreign;
+  for (const SocketAddress& candidate : candidates) {
+    *bound = candidate;
+    Refused refused;
+    for (const int port : InOrder(ports)) {
+      bound->set_port(port);
+      int error = 0;
+      Fd fd = TryToListen(bound, &error);
+      if (fd.valid()) return fd;
+      refused.emplace(port, error);
+      if (error != EADDRINUSE && error != EACCES) break;  // Of the address, not of the port.
     }
-    if (bind(fd.get(), address->raw(), address->size) == 0 && listen(fd.get(), SOMAXCONN) == 0) {
-      address->size = sizeof(address->storage);
-      if (getsockname(fd.get(), address->raw(), &address->size) != 0)
-        return base::ErrnoStatus(errno, "getsockname");
-      return fd;
+    if (refused.begin()->second == EADDRNOTAVAIL || refused.begin()->second == EAFNOSUPPORT) {
+      foreign.push_back(HostText(candidate));
+    } else {
+      failures.push_back(
+          absl::StrCat("cannot listen on ", HostText(candidate), ", ", DescribeRefused(ports, refused)));
     }
-    error = errno;
-    if (error == EADDRNOTAVAIL) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "address ", HostText(*address), " is not one of this machine's: ", DescribeInterfaces()));
-    }
-    if (error != EADDRINUSE && error != EACCES) break;
   }
-  const std::string range =
-      tries == 1 ? absl::StrCat("port ", port) : absl::StrCat("ports ", port, " to ", port + tries - 1);
-  const std::string what = absl::StrCat("cannot listen on ", HostText(*address), ", ", range, ": ");
-  if (error == EADDRINUSE) return absl::FailedPreconditionError(absl::StrCat(what, "in use"));
-  if (error == EACCES) return absl::FailedPreconditionError(absl::StrCat(what, "not permitted"));
-  return base::ErrnoStatus(error, absl::StrCat(what, "bind"));
+  if (failures.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat("address ", absl::StrJoin(foreign, ", "),
+                                                   " is not one of this machine's: ", DescribeInterfaces()));
+  }
+  return absl::FailedPreconditionError(absl::StrJoin(failures, "; "));
 }
 
 absl::StatusOr<Fd> ListenUnix(const SocketAddress& address) {

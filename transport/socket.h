@@ -57,9 +57,9 @@ absl::StatusOr<SocketAddress> ParseAddress(absl::string_view text);
 /// As ParseAddress, and asks the system's resolver for a host name, which may take seconds.
 absl::StatusOr<std::vector<SocketAddress>> ResolveAddress(absl::string_view text);
 
-/// The address to bind (port 0) for a literal, an interface's name or a host name. InvalidArgument lists
-/// what this machine has.
-absl::StatusOr<SocketAddress> ResolveBind(absl::string_view text);
+/// The addresses to bind (port 0), best first, for a literal, an interface's name or a host name; only a host
+/// name has several. InvalidArgument lists what this machine has.
+absl::StatusOr<std::vector<SocketAddress>> ResolveBind(absl::string_view text);
 /// This machine's addresses of `family` that mean the same elsewhere, and loopback.
 std::vector<SocketAddress> LocalAddresses(int family);
 /// Whether it leads to the host that uses it: 127.0.0.0/8 and ::1, also as IPv4 in IPv6.
@@ -74,9 +74,16 @@ std::vector<SocketAddress> Reachable(const SocketAddress& bound, std::vector<Soc
 /// too long or have odd characters.
 SocketAddress UnixAddressOf(absl::string_view job, const base::MemberId& member);
 
-/// A listening socket on the first free port of [port, port + port_count); `address` becomes what is bound.
-/// FailedPrecondition names the ports tried; InvalidArgument: the address is not ours.
-absl::StatusOr<Fd> ListenTcp(SocketAddress* address, int port, int port_count);
+/// The ports of [first, first + count), tried in order.
+struct PortRange {
+  int first = 0;  ///< 0: the system chooses one.
+  int count = 1;
+  int last_resort = 0;  ///< One of them that is taken only if no other is free; 0: none.
+};
+/// A listening socket on the first free port of the first of `candidates` that is an address of this machine, which
+/// becomes `bound`. FailedPrecondition names the ports tried, and why not; InvalidArgument: no address is ours.
+absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const PortRange& ports,
+                             SocketAddress* bound);
 absl::StatusOr<Fd> ListenUnix(const SocketAddress& address);
 
 /// Why a connect failed: Unavailable, which IsRefused where nobody listens.

@@ -210,9 +210,34 @@ TEST_F(Program, TlsIsNoneOrAKeyOrFiles) {
   EXPECT_EQ(flagged->launch.tls.ca_file, "ca.pem");
 }
 
+TEST_F(Program, APortMayBeARange) {
+  auto launch_with = [](const std::string& port) {
+    absl::FlagSaver saver;
+    Parse({"--owners=1", "--workers=1", "--rank=1", "--port=" + port});
+    return PlacementFromFlags(Env());
+  };
+  const auto range = launch_with("7000-7010");
+  ASSERT_TRUE(range.ok()) << range.status();
+  EXPECT_EQ(range->port, 7000);
+  EXPECT_EQ(range->port_count, 11);
+  const auto one = launch_with("7000");
+  ASSERT_TRUE(one.ok()) << one.status();
+  EXPECT_EQ(one->port, 7000);
+  EXPECT_EQ(one->port_count, 1);
+  ASSERT_TRUE(launch_with("0").ok());
+  EXPECT_EQ(launch_with("0")->port, 0);
+  for (const char* wrong :
+       {"-1", "65536", "7010-7000", "0-10", "7000-", "-", "7000-70000", "7000:7010", "x"}) {
+    const absl::Status status = launch_with(wrong).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << wrong << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("ATOLL_PORTS='" + std::string(wrong) + "'"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("--port"));
+  }
+}
+
 TEST_F(Program, NodeFlagsHaveRanges) {
   EXPECT_TRUE(NodeFlagsFromFlags().ok());
-  for (const char* wrong : {"--port=-1", "--port=65536", "--lease=1ms", "--lease=inf", "--grace=-1s"}) {
+  for (const char* wrong : {"--lease=1ms", "--lease=inf", "--grace=-1s"}) {
     absl::FlagSaver saver;
     Parse({wrong});
     EXPECT_THAT(std::string(NodeFlagsFromFlags().status().message()),

@@ -116,8 +116,7 @@ class RawListener {
       address_ = UnixAddressOf("raw", {"listener", base::NewIncarnation()});
       fd_ = *ListenUnix(address_);
     } else {
-      address_ = *ResolveBind(way == Way::kTcp6 ? "::1" : "127.0.0.1");
-      fd_ = *ListenTcp(&address_, 0, 1);
+      fd_ = *ListenTcp(*ResolveBind(way == Way::kTcp6 ? "::1" : "127.0.0.1"), {}, &address_);
     }
   }
   std::string address() const { return address_.ToString(); }
