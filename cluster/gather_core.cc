@@ -15,6 +15,7 @@ absl::Status Named(absl::StatusCode code, const std::string& name, absl::string_
 }  // namespace
 
 std::string Describe(const Member& member) {
+  if (member.rank == kAnyRank) return absl::StrCat(member.id.ToString(), " (any rank)");
   return absl::StrCat(member.id.ToString(), " (rank ", member.rank.value(), ")");
 }
 
@@ -25,10 +26,16 @@ bool GatherCore::Sits(const Key& key, const Seat& seat, const Member& member) {
 absl::Status GatherCore::Create(const Key& key, const Member& from, Gather& gather) const {
   const auto& [name, participants] = key;
   if (participants.empty()) {
-    for (int rank = 0; rank < roster_->world_size(); ++rank) {
-      if (roster_->WhyGone(base::Rank(rank)).has_value()) continue;
+    std::vector<base::Rank> ranks = roster_->LiveRanks();
+    if (roster_->world_size() != kOpenWorld) {
+      ranks.clear();
+      for (int rank = 0; rank < roster_->world_size(); ++rank) {
+        if (!roster_->WhyGone(base::Rank(rank)).has_value()) ranks.emplace_back(rank);
+      }
+    }
+    for (base::Rank rank : ranks) {
       Seat seat;
-      seat.rank = base::Rank(rank);
+      seat.rank = rank;
       gather.seats.push_back(std::move(seat));
     }
     return absl::OkStatus();
@@ -86,7 +93,8 @@ GatherCore::Answers GatherCore::Contribute(const Member& from, std::string name,
     return refuse(absl::StatusCode::kInvalidArgument,
                   absl::StrCat("a value of ", value.size(), " bytes: the limit is ", limits_.value_bytes));
   }
-  if (participants.size() > static_cast<size_t>(roster_->world_size())) {
+  if (roster_->world_size() != kOpenWorld &&
+      participants.size() > static_cast<size_t>(roster_->world_size())) {
     return refuse(absl::StatusCode::kInvalidArgument,
                   absl::StrCat(participants.size(), " participants in a world of ", roster_->world_size()));
   }

@@ -47,7 +47,8 @@ class GatherCore {
   class Roster {
    public:
     virtual ~Roster() = default;
-    virtual int world_size() const = 0;
+    virtual int world_size() const = 0;  ///< Or kOpenWorld.
+    virtual std::vector<base::Rank> LiveRanks() const = 0;
     virtual const Member* Live(base::Rank rank) const = 0;
     virtual const Member* Live(absl::string_view name) const = 0;
     /// Why the last holder of this rank or name is gone; nullopt if there never was one, or one lives.
@@ -60,7 +61,8 @@ class GatherCore {
   GatherCore(const Roster* roster, Limits limits) : roster_(roster), limits_(limits) {}
 
   /// `from`, a live member, comes with `value`. `participants` are names; none: every rank of the world but
-  /// those whose member is gone when the first comes.
+  /// those whose member is gone when the first comes, or, of an open world, those who are there then. (Who joins
+  /// such a world later meets the others' next one.)
   Answers Contribute(const Member& from, std::string name, std::vector<std::string> participants,
                      std::string value, absl::Time deadline, Token token);
   /// `member` died or left; what it contributed before stands. The roster no longer has it.

@@ -16,6 +16,11 @@ struct Member {
   std::vector<std::string> addresses;
 };
 
+/// Of a member that asks to be given one: the coordinator takes the lowest that is free.
+inline constexpr base::Rank kAnyRank{-1};
+/// The world size of a job that has none: members come and go, as many as there are.
+inline constexpr int kOpenWorld = 0;
+
 /// "worker1#3f2a (rank 3)": for errors.
 std::string Describe(const Member& member);
 

@@ -48,6 +48,12 @@ const Member* MembershipCore::Live(base::Rank rank) const {
   return found == members_.end() ? nullptr : &found->second.member;
 }
 
+std::vector<base::Rank> MembershipCore::LiveRanks() const {
+  std::vector<base::Rank> ranks;
+  for (const auto& [rank, state] : members_) ranks.push_back(rank);
+  return ranks;
+}
+
 const Member* MembershipCore::Live(absl::string_view name) const {
   for (const auto& [rank, state] : members_) {
     if (state.member.id.name == name) return &state.member;
@@ -148,6 +154,7 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   if (gone_.size() > options_.max_gone) gone_.pop_front();
   std::string text = absl::StrCat(Describe(state.member), " ", why);
   const bool in_order = kind == MemberEvent::Kind::kLeft && what.empty();
+  if (in_order && options_.world_size != kOpenWorld) left_.insert(state.member.rank);
   Announce(kind, state.member, in_order ? absl::OkStatus() : absl::UnavailableError(text), actions);
   AnswerPoll(state, NotAMember(id), actions);
   Append(gathers_.MemberGone(state.member, text), actions);
@@ -296,9 +303,11 @@ std::string MembershipCore::BrokenInvariant() const {
   std::set<std::string> names;
   uint64_t least = last_event_;
   for (const auto& [rank, state] : members_) {
+    if (left_.count(rank) > 0) return "a rank has a member and has left";
     const Member& member = state.member;
     if (member.rank != rank) return "a member under another rank";
-    if (rank.value() < 0 || rank.value() >= options_.world_size) return "a rank out of range";
+    const int ranks = options_.world_size == kOpenWorld ? kMostRanks : options_.world_size;
+    if (rank.value() < 0 || rank.value() >= ranks) return "a rank out of range";
     if (!names.insert(member.id.name).second) return "two live members of one name";
     if (IsCoordinator(member.id) != (state.lease_end == absl::InfiniteFuture())) return "a wrong lease";
     if (state.seen > last_event_) return "a member has seen the future";

@@ -13,6 +13,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <variant>
 #include <vector>
@@ -29,8 +30,9 @@ class MembershipCore : private GatherCore::Roster {
  public:
   using Token = GatherCore::Token;  ///< Names a call that waits for its answer; the caller's to choose.
   static constexpr size_t kMaxAddresses = 16;  ///< Of a member; transport's endpoints list no more.
+  static constexpr int kMostRanks = 1 << 20;   ///< Of an open world.
   struct Options {
-    int world_size = 1;
+    int world_size = 1;  ///< Or kOpenWorld.
     absl::Duration lease = absl::Seconds(10);
     absl::Duration poll_hold = absl::Seconds(20);  ///< A poll without news is answered then.
     size_t max_events = 1 << 16;                   ///< A member that is further behind is declared dead.
@@ -43,8 +45,9 @@ class MembershipCore : private GatherCore::Roster {
   struct JoinAnswer {
     Token token = 0;
     absl::Status status;
-    std::vector<Member> members;  ///< Live ones, the new one among them, by rank.
-    uint64_t event = 0;           ///< What `members` includes: poll after it.
+    std::vector<Member> members;   ///< Live ones, the new one among them, by rank.
+    uint64_t event = 0;            ///< What `members` and `left` include: poll after it.
+    std::vector<base::Rank> left;  ///< Of a fixed world: whose members were there, and left in order.
   };
   struct PollAnswer {
     Token token = 0;
@@ -64,7 +67,8 @@ class MembershipCore : private GatherCore::Roster {
 
   /// Answered with AlreadyExists (the name or rank belongs to a live member, which was probed; both are
   /// named), InvalidArgument (rank, name, role or addresses that cannot be), FailedPrecondition (this
-  /// incarnation was a member before), or the members. A repeated join of a member is answered again.
+  /// incarnation was a member before), or the members. A repeated join of a member is answered again. In an open
+  /// world kAnyRank is replaced: by the rank that the name had before, if it is free, or the lowest that is.
   /// While a member in its way does not answer the probe (its process may have died with its host), it waits
   /// for that member's lease to end, at most until `deadline`: then AlreadyExists too.
   Actions Join(Member member, Token token, absl::Time deadline, absl::Time now);
@@ -93,7 +97,7 @@ class MembershipCore : private GatherCore::Roster {
   enum class ProbeResult { kAlive, kDead, kNoAnswer };
   Actions Probed(const base::MemberId& suspect, ProbeResult result, const std::string& what, absl::Time now);
 
-  /// See rpc::Membership::AllGather. Errors of the caller (no member) are FailedPrecondition or NotFound.
+  /// See rpc::Membership::AllGather. Of an open world "all" are those who are there when it begins. Errors of the caller (no member) are FailedPrecondition or NotFound.
   Actions Gather(const base::MemberId& id, std::string name, std::vector<std::string> participants,
                  std::string value, absl::Duration limit, Token token, absl::Time now);
 
@@ -131,6 +135,7 @@ class MembershipCore : private GatherCore::Roster {
   };
 
   int world_size() const override { return options_.world_size; }
+  std::vector<base::Rank> LiveRanks() const override;
   const Member* Live(base::Rank rank) const override;
   const Member* Live(absl::string_view name) const override;
   std::optional<std::string> WhyGone(base::Rank rank) const override;
@@ -141,6 +146,8 @@ class MembershipCore : private GatherCore::Roster {
   void Renew(State& state, absl::Time now);
   absl::Status NotAMember(const base::MemberId& id) const;
   absl::Status CheckJoin(const Member& member) const;
+  absl::Status CheckRank(const Member& member) const;
+  base::Rank FreeRankFor(absl::string_view name) const;
   const State* Conflict(const Member& member) const;
   void Ask(const base::MemberId& suspect, Actions& actions);
   void RefuseJoin(const PendingJoin& join, const Member& holder, absl::string_view how, Actions& actions);
@@ -148,6 +155,7 @@ class MembershipCore : private GatherCore::Roster {
   void EndJoins(absl::Time now, Actions& actions);
   void JudgeSilent(absl::Time now, Actions& actions);
   void Admit(Member member, Token token, absl::Time now, Actions& actions);
+  JoinAnswer Welcome(Token token) const;
   void Announce(MemberEvent::Kind kind, const Member& member, absl::Status reason, Actions& actions);
   void Remove(base::MemberId id, MemberEvent::Kind kind, const std::string& what, absl::Time now,
               Actions& actions);
@@ -159,6 +167,7 @@ class MembershipCore : private GatherCore::Roster {
   const base::MemberId coordinator_;
   GatherCore gathers_;
   std::map<base::Rank, State> members_;
+  std::set<base::Rank> left_;                    ///< Of a fixed world: whose last member left in order.
   std::map<base::MemberId, Inquiry> inquiries_;  ///< By suspect.
   std::deque<MemberEvent> events_;               ///< The last ones, up to last_event_.
   uint64_t last_event_ = 0;

@@ -25,11 +25,7 @@ absl::Status MembershipCore::CheckJoin(const Member& member) const {
   if (member.id.incarnation == base::Incarnation(0)) {
     return absl::InvalidArgumentError(absl::StrCat(member.id.name, " has no incarnation"));
   }
-  if (member.rank.value() < 0 || member.rank.value() >= options_.world_size) {
-    return absl::InvalidArgumentError(absl::StrCat(Describe(member), ": its rank should be from 0 to ",
-                                                   options_.world_size - 1, ", the job has a world of ",
-                                                   options_.world_size));
-  }
+  if (absl::Status status = CheckRank(member); !status.ok()) return status;
   if (!base::IsWord(member.role, kMaxRoleBytes)) {
     return absl::InvalidArgumentError(
         absl::StrCat(Describe(member), " has no role of 1 to ", kMaxRoleBytes, " ", base::kWordLetters));
@@ -51,6 +47,34 @@ absl::Status MembershipCore::CheckJoin(const Member& member) const {
   return absl::OkStatus();
 }
 
+absl::Status MembershipCore::CheckRank(const Member& member) const {
+  const int rank = member.rank.value();
+  if (options_.world_size != kOpenWorld) {
+    if (rank >= 0 && rank < options_.world_size) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(Describe(member), ": its rank should be from 0 to ",
+                                                   options_.world_size - 1, ", the job has a world of ",
+                                                   options_.world_size));
+  }
+  if (member.rank == kAnyRank || (rank >= 0 && rank < kMostRanks)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(Describe(member), ": its rank should be from 0 to ",
+                                                 kMostRanks - 1, ", or ", kAnyRank.value(),
+                                                 " for the lowest that is free"));
+}
+
+base::Rank MembershipCore::FreeRankFor(absl::string_view name) const {
+  for (auto gone = gone_.rbegin(); gone != gone_.rend(); ++gone) {
+    if (gone->first.id.name != name) continue;
+    if (Live(gone->first.rank) == nullptr) return gone->first.rank;
+    break;
+  }
+  base::Rank free(0);
+  for (const auto& [rank, state] : members_) {
+    if (rank != free) break;
+    free = base::Rank(free.value() + 1);
+  }
+  return free;
+}
+
 const MembershipCore::State* MembershipCore::Conflict(const Member& member) const {
   for (const auto& [rank, state] : members_) {
     if (state.member.id.name == member.id.name || rank == member.rank) return &state;
@@ -64,25 +88,36 @@ MembershipCore::Actions MembershipCore::Join(Member member, Token token, absl::T
   Actions actions;
   absl::Status status = CheckJoin(member);
   if (!status.ok()) {
-    actions.push_back(JoinAnswer{token, std::move(status), {}, 0});
+    actions.push_back(JoinAnswer{token, std::move(status), {}, 0, {}});
     return actions;
   }
   if (State* again = Find(member.id)) {
-    if (again->member.rank != member.rank) {
+    if (again->member.rank != member.rank && member.rank != kAnyRank) {
       actions.push_back(
           JoinAnswer{token,
                      absl::InvalidArgumentError(
                          absl::StrCat(Describe(again->member), " cannot join as rank ", member.rank.value())),
                      {},
-                     0});
+                     0,
+                     {}});
       return actions;
     }
     Renew(*again, now);
-    actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
+    actions.push_back(Welcome(token));
     return actions;
   }
   const State* conflict = Conflict(member);
   if (conflict == nullptr) {
+    if (member.rank == kAnyRank) member.rank = FreeRankFor(member.id.name);
+    if (member.rank.value() >= kMostRanks) {
+      actions.push_back(
+          JoinAnswer{token,
+                     absl::ResourceExhaustedError(absl::StrCat("all ", kMostRanks, " ranks are taken")),
+                     {},
+                     0,
+                     {}});
+      return actions;
+    }
     Admit(std::move(member), token, now, actions);
     return actions;
   }
@@ -128,7 +163,7 @@ void MembershipCore::RefuseJoin(const PendingJoin& join, const Member& holder, a
   std::string text = absl::StrCat(Describe(join.member), " cannot join: ", name ? "its name" : "its rank",
                                   " belongs to ", Describe(holder), ", ", how);
   if (!holder.addresses.empty()) absl::StrAppend(&text, " at ", holder.addresses.back());
-  actions.push_back(JoinAnswer{join.token, absl::AlreadyExistsError(text), {}, 0});
+  actions.push_back(JoinAnswer{join.token, absl::AlreadyExistsError(text), {}, 0, {}});
 }
 
 MembershipCore::Actions MembershipCore::WithdrawJoin(Token token) {
@@ -140,7 +175,7 @@ MembershipCore::Actions MembershipCore::WithdrawJoin(Token token) {
     if (join == joins.end()) continue;
     joins.erase(join);
     if (joins.empty() && !inquiry->second.asked) inquiries_.erase(inquiry);
-    actions.push_back(JoinAnswer{token, absl::CancelledError("who asked to join waits no more"), {}, 0});
+    actions.push_back(JoinAnswer{token, absl::CancelledError("who asked to join waits no more"), {}, 0, {}});
     break;
   }
   return actions;
@@ -179,14 +214,19 @@ void MembershipCore::JudgeSilent(absl::Time now, Actions& actions) {
 
 void MembershipCore::Admit(Member member, Token token, absl::Time now, Actions& actions) {
   base::Rank rank = member.rank;
+  left_.erase(rank);
   Announce(MemberEvent::Kind::kJoined, member, absl::OkStatus(), actions);
   State state;
   state.member = std::move(member);
   state.lease_end = now + options_.lease;
   state.seen = last_event_;
   members_.emplace(rank, std::move(state));
-  actions.push_back(JoinAnswer{token, absl::OkStatus(), Members(), last_event_});
+  actions.push_back(Welcome(token));
   TrimEvents(now, actions);
+}
+
+MembershipCore::JoinAnswer MembershipCore::Welcome(Token token) const {
+  return {token, absl::OkStatus(), Members(), last_event_, {left_.begin(), left_.end()}};
 }
 
 MembershipCore::Actions MembershipCore::Probed(const base::MemberId& suspect, ProbeResult result,

@@ -148,12 +148,14 @@ class AgentImpl : public Agent {
       // As it is.
     } else if (hub_->shutting_down()) {
       refused = absl::CancelledError("this agent is shut down");
+    } else if (*options.timeout <= absl::ZeroDuration()) {
+      refused = absl::DeadlineExceededError("its time had passed before it was made");
     } else if (to == self().name) {
       return self_calls_->Call(method, std::move(request), std::move(options), std::move(on_reply));
     } else if (std::shared_ptr<Session> session = hub_->FindSession(to)) {
       return session->Call(method, std::move(request), std::move(options), std::move(on_reply));
     } else {
-      refused = absl::NotFoundError("no such member");
+      refused = NoSuchMember();
     }
     refused = Explain(refused, to, method);
     ReturnLoans(hub_, std::move(request));
@@ -195,9 +197,13 @@ class AgentImpl : public Agent {
       session->Send(method, std::move(request), std::move(done));
     } else {
       ReturnLoans(hub_, std::move(request));
-      done(Explain(absl::NotFoundError("no such member"), to, method));
+      done(Explain(NoSuchMember(), to, method));
     }
     return promise.future();
+  }
+
+  absl::Status NoSuchMember() const {
+    return absl::NotFoundError(absl::StrCat("no such member: ", self().ToString(), " does not know it"));
   }
 
   const base::MemberId& self() const override { return hub_->self(); }

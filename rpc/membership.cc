@@ -10,6 +10,7 @@
 #include "atoll/base/fork.h"
 #include "atoll/base/status.h"
 #include "atoll/rpc/membership_client.h"
+#include "atoll/rpc/user_code.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -21,7 +22,8 @@ constexpr absl::Duration kLeaveOnDestruction = absl::Seconds(1);
 
 class MembershipImpl : public Membership {
  public:
-  explicit MembershipImpl(std::shared_ptr<MembershipClient> client) : client_(std::move(client)) {}
+  MembershipImpl(Agent* agent, std::shared_ptr<MembershipClient> client)
+      : agent_(agent), client_(std::move(client)) {}
   ~MembershipImpl() override {
     if (fork_mark_.in_child()) {
       base::Abandon(std::shared_ptr<MembershipClient>(client_));
@@ -42,9 +44,21 @@ class MembershipImpl : public Membership {
   std::vector<MemberInfo> Members() const override {
     return fork_mark_.in_child() ? std::vector<MemberInfo>() : client_->Members();
   }
+  absl::StatusOr<MemberInfo> Find(base::Rank rank) const override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::Find"));
+    return client_->Find(rank);
+  }
+  absl::StatusOr<MemberInfo> Find(absl::string_view name) const override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::Find"));
+    return client_->Find(name);
+  }
   absl::Status WaitForAll(absl::Duration limit) override {
     ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::WaitForAll"));
     return client_->WaitForAll(limit);
+  }
+  absl::Status WaitForCount(int count, absl::Duration limit) override {
+    ATOLL_RETURN_IF_ERROR(fork_mark_.Check("Membership::WaitForCount"));
+    return client_->WaitForCount(count, limit);
   }
   void OnEvent(std::function<void(const MembershipEvent&)> observer) override {
     if (!fork_mark_.in_child()) client_->OnEvent(std::move(observer));
@@ -64,13 +78,55 @@ class MembershipImpl : public Membership {
     return client_->Leave(limit, why);
   }
 
+  base::Future<Received> Call(base::Rank to, const MethodId& method, Payload request,
+                              CallOptions options) override {
+    absl::StatusOr<MemberInfo> member = Find(to);
+    if (member.ok()) return agent_->Call(member->id.name, method, std::move(request), std::move(options));
+    return Refuse<Received>(std::move(request), method, member.status());
+  }
+  base::Future<base::Unit> Send(base::Rank to, const MethodId& method, Payload request) override {
+    absl::StatusOr<MemberInfo> member = Find(to);
+    if (member.ok()) return agent_->Send(member->id.name, method, std::move(request));
+    return Refuse<base::Unit>(std::move(request), method, member.status());
+  }
+
  private:
+  /// A call to a rank that nobody has.
+  template <class T>
+  base::Future<T> Refuse(Payload request, const MethodId& method, const absl::Status& why) {
+    base::Promise<T> promise;
+    auto end = [promise, request = std::move(request),
+                status = base::WithRan(
+                    base::Annotate(why, absl::StrCat("calling ", method.name, " v", method.version)),
+                    base::Ran::kNo)]() mutable {
+      for (OutTensor& tensor : request.tensors) {
+        if (tensor.on_return) RunCallback("the end of a loan", std::move(tensor.on_return));
+      }
+      promise.Set(std::move(status));
+    };
+    if (fork_mark_.in_child()) {
+      end();  // There is no other thread.
+    } else {
+      agent_->pool()->Schedule([end = std::move(end)]() mutable { RunCallback(kOnReply, std::move(end)); });
+    }
+    return promise.future();
+  }
+
+  Agent* const agent_;  // Outlives us.
   const base::ForkMark fork_mark_;
   const std::shared_ptr<MembershipClient> client_;
 };
 
-absl::Status CheckOptions(const MembershipOptions& options) {
-  if (options.world_size < 1 || options.rank.value() < 0 || options.rank.value() >= options.world_size) {
+absl::Status CheckOptions(const MembershipOptions& options, bool coordinator) {
+  if (options.world_size == kOpenWorld) {
+    const bool any = options.rank == kAnyRank && !coordinator;
+    if (!any && (options.rank.value() < 0 || options.rank.value() >= cluster::MembershipCore::kMostRanks)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rank ", options.rank.value(), " in an open world: it should be from 0 to ",
+          cluster::MembershipCore::kMostRanks - 1, coordinator ? "" : ", or kAnyRank for one that is free"));
+    }
+  } else if (options.world_size < 1 || options.rank.value() < 0 ||
+             options.rank.value() >= options.world_size) {
     return absl::InvalidArgumentError(absl::StrCat("rank ", options.rank.value(), " in a world of ",
                                                    options.world_size, ": it should be from 0 to ",
                                                    options.world_size - 1));
@@ -81,10 +137,11 @@ absl::Status CheckOptions(const MembershipOptions& options) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<Membership>> StartClient(std::shared_ptr<MembershipClient> client,
+absl::StatusOr<std::unique_ptr<Membership>> StartClient(Agent* agent,
+                                                        std::shared_ptr<MembershipClient> client,
                                                         JoinReply reply) {
   ATOLL_RETURN_IF_ERROR(client->Start(std::move(reply)));
-  return std::unique_ptr<Membership>(std::make_unique<MembershipImpl>(std::move(client)));
+  return std::unique_ptr<Membership>(std::make_unique<MembershipImpl>(agent, std::move(client)));
 }
 
 /// One attempt to find the coordinator and to be let in.
@@ -131,7 +188,7 @@ bool MayComeLater(const absl::Status& status) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Membership>> Membership::Serve(Agent* agent, MembershipOptions options) {
-  ATOLL_RETURN_IF_ERROR(CheckOptions(options));
+  ATOLL_RETURN_IF_ERROR(CheckOptions(options, /*coordinator=*/true));
   ATOLL_RETURN_IF_ERROR(MembershipClient::ServePing(agent));
   cluster::MembershipCore::Options core;
   core.world_size = options.world_size;
@@ -143,14 +200,15 @@ absl::StatusOr<std::unique_ptr<Membership>> Membership::Serve(Agent* agent, Memb
   reply.lease = options.lease;
   reply.event = 1;  // Ourselves; who was faster than this line comes as an event.
   reply.members = {self};
-  return StartClient(std::make_shared<MembershipClient>(agent, options, agent->self(), std::move(service)),
+  return StartClient(agent,
+                     std::make_shared<MembershipClient>(agent, options, agent->self(), std::move(service)),
                      std::move(reply));
 }
 
 absl::StatusOr<std::unique_ptr<Membership>> Membership::Join(Agent* agent,
                                                              std::vector<std::string> coordinator,
                                                              MembershipOptions options) {
-  ATOLL_RETURN_IF_ERROR(CheckOptions(options));
+  ATOLL_RETURN_IF_ERROR(CheckOptions(options, /*coordinator=*/false));
   ATOLL_RETURN_IF_ERROR(MembershipClient::ServePing(agent));
   const absl::Time deadline = agent->clock()->Now() + options.join_limit;
   absl::Duration retry = kFirstRetry;
@@ -158,7 +216,8 @@ absl::StatusOr<std::unique_ptr<Membership>> Membership::Join(Agent* agent,
     absl::Duration left = std::max(deadline - agent->clock()->Now(), absl::Milliseconds(1));
     absl::StatusOr<Attempt> attempt = TryToJoin(agent, coordinator, options, left);
     if (attempt.ok()) {
-      return StartClient(std::make_shared<MembershipClient>(agent, options, attempt->coordinator, nullptr),
+      return StartClient(agent,
+                         std::make_shared<MembershipClient>(agent, options, attempt->coordinator, nullptr),
                          std::move(attempt->reply));
     }
     absl::Status status = base::Annotate(attempt.status(), "join the job");

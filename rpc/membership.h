@@ -23,18 +23,22 @@ namespace Atoll::rpc {
 
 using MemberInfo = cluster::Member;
 using MembershipEvent = cluster::MemberEvent;
+using cluster::kAnyRank;
+using cluster::kOpenWorld;
 
 struct MembershipOptions {
-  base::Rank rank;
+  base::Rank rank;  ///< In an open world also kAnyRank; not the coordinator's.
   std::string role;
-  int world_size = 1;                             ///< The same on all ranks: the coordinator refuses another.
+  /// The same on all ranks: the coordinator refuses another. kOpenWorld: members come and go, as many as there are.
+  int world_size = 1;
   absl::Duration lease = absl::Seconds(10);       ///< A member not heard of for so long is dead. The
                                                   ///< coordinator's counts, for all.
   absl::Duration join_limit = absl::Seconds(60);  ///< To reach the coordinator (it may start later than we).
 };
 
-/// Thread-safe. Destroyed before its Agent; the destructor leaves (without waiting for long). One an agent. In a
-/// child of fork it fails with FailedPrecondition, and the destructor does nothing: the parent stays a member.
+/// Thread-safe. Destroyed before its Agent; the destructor leaves (without waiting for long). One an agent: a second
+/// is AlreadyExists, but a Join that failed may be made again. In a child of fork it fails with FailedPrecondition,
+/// and the destructor does nothing: the parent stays a member.
 ///
 /// It ends with an error, which status() then tells, when this process was declared dead, or the
 /// coordinator died or left, or was not heard of for two leases (also: when this process was stopped for
@@ -46,8 +50,9 @@ class Membership {
   /// Elsewhere: joins at the coordinator's addresses. Every member that is there becomes known to `agent`
   /// (Agent::AddPeer), and every later one. A member that has our name or rank and does not answer (our old
   /// self, whose host died) is waited for: until its lease ends. Errors: AlreadyExists (a live member has our
-  /// name: both named; or our rank is taken), InvalidArgument (rank not below the world size, another world size), Unavailable or
-  /// DeadlineExceeded (no coordinator), and what Endpoint::Connect says of a wrong key, job or version.
+  /// name: both named; or our rank is taken), InvalidArgument (rank not below the world size, another world size
+  /// or one where the job is open), Unavailable or DeadlineExceeded (no coordinator), and what Endpoint::Connect
+  /// says of a wrong key, job or version.
   static absl::StatusOr<std::unique_ptr<Membership>> Join(Agent* agent, std::vector<std::string> coordinator,
                                                           MembershipOptions options);
   virtual ~Membership() = default;
@@ -57,8 +62,22 @@ class Membership {
   virtual absl::Status status() const = 0;
   /// Live members, by rank.
   virtual std::vector<MemberInfo> Members() const = 0;
-  /// Waits until every rank below the world size is there. DeadlineExceeded lists the ranks that are missing.
+  /// The live member of that rank or name. NotFound names us and what is missing, and why its last holder is gone
+  /// where that is known. Else as status().
+  virtual absl::StatusOr<MemberInfo> Find(base::Rank rank) const = 0;
+  virtual absl::StatusOr<MemberInfo> Find(absl::string_view name) const = 0;
+  /// Agent::Call and Send to whoever has that rank when they are called; to our own too. Where nobody has it they
+  /// fail as Find does (ran: no).
+  virtual base::Future<Received> Call(base::Rank to, const MethodId& method, Payload request,
+                                      CallOptions options = {}) = 0;
+  virtual base::Future<base::Unit> Send(base::Rank to, const MethodId& method, Payload request) = 0;
+
+  /// Waits until every rank below the world size is there, or has been and left in order: who is done early, or was
+  /// before we came, is not missing. DeadlineExceeded lists the ranks that are. InvalidArgument in an open world,
+  /// which has no "all".
   virtual absl::Status WaitForAll(absl::Duration limit) = 0;
+  /// Waits until at least `count` members are there. DeadlineExceeded says how many are, and who.
+  virtual absl::Status WaitForCount(int count, absl::Duration limit) = 0;
   /// Called on the agent's pool, in order, for every change from now on (ourselves excepted). When the
   /// coordinator is lost, the last event is its death.
   virtual void OnEvent(std::function<void(const MembershipEvent&)> observer) = 0;
@@ -66,10 +85,10 @@ class Membership {
   virtual void OnError(std::function<void(absl::Status)> observer) = 0;
 
   /// Gathers one value (at most 1 MiB) from `participants` members (names; empty: all ranks of the launch's
-  /// world but those whose member is gone) under `name`, and returns them by rank; a barrier is a gather of
-  /// nothing. Every use of a name is a new one: a member's n-th meets the others' n-th. DeadlineExceeded
-  /// names who is missing; Unavailable, who died or left. It then fails for all its participants, also for
-  /// those that come later.
+  /// world but those whose member is gone; in an open world, those who are there when the first of them comes)
+  /// under `name`, and returns them by rank; a barrier is a gather of nothing. Every use of a name is a new one: a
+  /// member's n-th meets the others' n-th. DeadlineExceeded names who is missing; Unavailable, who died or left. It
+  /// then fails for all its participants, also for those that come later.
   virtual absl::StatusOr<std::vector<std::string>> AllGather(absl::string_view name, std::string value,
                                                              absl::Duration limit,
                                                              std::vector<std::string> participants = {}) = 0;

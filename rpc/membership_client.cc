@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <functional>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/words.h"
 #include "atoll/rpc/user_code.h"
 #include "atoll/transport/refusal.h"
 
@@ -21,6 +23,12 @@ constexpr absl::Duration kPollTimeout = absl::Seconds(60);  // Three times what 
 constexpr absl::Duration kFarewell = absl::Seconds(1);
 constexpr absl::string_view kObserver = "an observer of the membership";
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
+constexpr size_t kMostGone = 1024;  // Of whom it is remembered why.
+
+std::string JoinNames(const std::vector<MemberInfo>& members) {
+  return absl::StrJoin(members, ", ",
+                       [](std::string* out, const MemberInfo& one) { out->append(Describe(one)); });
+}
 
 /// The coordinator itself said that we are no member (it is not that it could not be asked).
 bool SaysGone(const absl::Status& status) {
@@ -40,17 +48,31 @@ MembershipClient::MembershipClient(Agent* agent, MembershipOptions options, base
       self_{agent->self(), options_.rank, options_.role, agent->addresses()} {}
 
 absl::Status MembershipClient::ServePing(Agent* agent) {
-  return agent->Register({kPingMethod}, [](ServerCall call) { std::move(call.responder).Reply(Payload()); });
+  absl::Status status =
+      agent->Register({kPingMethod}, [](ServerCall call) { std::move(call.responder).Reply(Payload()); });
+  // Since a join that failed: the next one may do better.
+  return absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
 }
 
 absl::Status MembershipClient::Start(JoinReply reply) {
+  absl::Status first =
+      agent_->Register({kMemberMethod}, [](ServerCall call) { std::move(call.responder).Reply(Payload()); });
+  if (absl::IsAlreadyExists(first)) {
+    return absl::AlreadyExistsError(absl::StrCat(agent_->self().ToString(), " has a membership already"));
+  }
+  ATOLL_RETURN_IF_ERROR(first);
   lease_ = reply.lease;
+  for (const MemberInfo& member : reply.members) {
+    if (member.id == self_.id) self_.rank = member.rank;
+  }
+  if (self_.rank == kAnyRank) return absl::InternalError("the coordinator gave us no rank");
   for (const MemberInfo& member : reply.members) {
     if (member.id != self_.id) agent_->AddPeer({member.id, member.addresses});
   }
   {
     absl::MutexLock lock(&mu_);
     for (MemberInfo& member : reply.members) members_.emplace(member.rank, std::move(member));
+    came_and_left_.insert(reply.left.begin(), reply.left.end());
     seen_ = reply.event;
     confirmed_ = last_beat_ = woken_ = agent_->clock()->Now();
   }
@@ -123,7 +145,13 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
     if (event.number <= seen_) return true;
     if (event.number == seen_ + 1) agent = agent_;
     seen_ = event.number;
-    if (event.kind != Kind::kJoined) members_.erase(member.rank);
+    if (event.kind != Kind::kJoined) {
+      members_.erase(member.rank);
+      if (event.kind == Kind::kLeft && event.reason.ok()) came_and_left_.insert(member.rank);
+      gone_.emplace_back(member, event.reason.ok() ? absl::StrCat(Describe(member), " has left")
+                                                   : std::string(event.reason.message()));
+      if (gone_.size() > kMostGone) gone_.pop_front();
+    }
   }
   if (agent == nullptr) {
     Fail(absl::DataLossError("an event of the membership was lost"));
@@ -135,6 +163,7 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
       // Only now: who waits until all are there calls them at once.
       absl::MutexLock lock(&mu_);
       members_[member.rank] = member;
+      came_and_left_.erase(member.rank);
     }
     ATOLL_LOG(kInfo) << Describe(member) << " joined";
   } else if (member.id == coordinator_ && !is_coordinator()) {
@@ -277,6 +306,43 @@ void MembershipClient::Fail(absl::Status error) {
   });
 }
 
+absl::Status MembershipClient::NotRunning() const {
+  if (!error_.ok()) return error_;
+  return left_ ? absl::FailedPreconditionError("this process has left the job") : absl::OkStatus();
+}
+
+absl::StatusOr<MemberInfo> MembershipClient::Find(base::Rank rank) const {
+  std::string otherwise = "nobody of that rank has joined";
+  const int world = options_.world_size;
+  if (rank.value() < 0 || (world != kOpenWorld && rank.value() >= world)) {
+    otherwise =
+        world == kOpenWorld ? "ranks start at 0" : absl::StrCat("the job's ranks are 0 to ", world - 1);
+  }
+  return FindIf([rank](const MemberInfo& member) { return member.rank == rank; },
+                absl::StrCat("rank ", rank.value()), otherwise);
+}
+
+absl::StatusOr<MemberInfo> MembershipClient::Find(absl::string_view name) const {
+  return FindIf([name](const MemberInfo& member) { return member.id.name == name; },
+                absl::StrCat("the name '", absl::CHexEscape(name.substr(0, base::kMaxMemberNameBytes)), "'"),
+                "nobody of that name has joined");
+}
+
+absl::StatusOr<MemberInfo> MembershipClient::FindIf(const std::function<bool(const MemberInfo&)>& fits,
+                                                    absl::string_view what,
+                                                    absl::string_view otherwise) const {
+  absl::MutexLock lock(&mu_);
+  ATOLL_RETURN_IF_ERROR(NotRunning());
+  for (const auto& [rank, member] : members_) {
+    if (fits(member)) return member;
+  }
+  for (auto gone = gone_.rbegin(); gone != gone_.rend(); ++gone) {
+    if (fits(gone->first)) otherwise = gone->second;
+    if (fits(gone->first)) break;
+  }
+  return absl::NotFoundError(absl::StrCat(Describe(self_), " finds no member with ", what, ": ", otherwise));
+}
+
 absl::Status MembershipClient::status() const {
   absl::MutexLock lock(&mu_);
   return error_;
@@ -291,20 +357,45 @@ std::vector<MemberInfo> MembershipClient::Members() const {
 
 // What waits.
 
-absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
+absl::Status MembershipClient::Await(size_t count, bool or_left, absl::Duration limit) {
   base::ThreadPool::BlockingScope blocking;
   if (!blocking.ok()) return absl::ResourceExhaustedError("every thread of the pool waits");
   absl::MutexLock lock(&mu_);
-  auto all = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return !running() || members_.size() == static_cast<size_t>(options_.world_size);
+  auto over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    const size_t here = members_.size() + (or_left ? came_and_left_.size() : 0);
+    return !running() || here >= count;
   };
-  bool there = base::AwaitFor(mu_, absl::Condition(&all), limit);
-  if (!error_.ok()) return error_;
-  if (left_) return absl::FailedPreconditionError("this process has left the job");
-  if (there) return absl::OkStatus();
+  const bool there = base::AwaitFor(mu_, absl::Condition(&over), limit);
+  ATOLL_RETURN_IF_ERROR(NotRunning());
+  return there ? absl::OkStatus() : absl::DeadlineExceededError("");
+}
+
+absl::Status MembershipClient::WaitForCount(int count, absl::Duration limit) {
+  if (count < 1 || (options_.world_size != kOpenWorld && count > options_.world_size)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "waiting for ", count, " members: it should be at least 1",
+        options_.world_size == kOpenWorld ? ""
+                                          : absl::StrCat(", and at most the world's ", options_.world_size)));
+  }
+  absl::Status status = Await(static_cast<size_t>(count), /*or_left=*/false, limit);
+  if (!absl::IsDeadlineExceeded(status)) return status;
+  const std::vector<MemberInfo> members = Members();
+  return absl::DeadlineExceededError(absl::StrCat("fewer than ", count, " members came within ",
+                                                  absl::FormatDuration(limit), ": there are ", members.size(),
+                                                  ", ", JoinNames(members)));
+}
+
+absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
+  if (options_.world_size == kOpenWorld) {
+    return absl::InvalidArgumentError("an open world is never complete: WaitForCount waits for some");
+  }
+  absl::Status status = Await(static_cast<size_t>(options_.world_size), /*or_left=*/true, limit);
+  if (!absl::IsDeadlineExceeded(status)) return status;
+  absl::MutexLock lock(&mu_);
   std::vector<int> missing;
   for (int rank = 0; rank < options_.world_size; ++rank) {
-    if (members_.count(base::Rank(rank)) == 0) missing.push_back(rank);
+    const base::Rank one(rank);
+    if (members_.count(one) == 0 && came_and_left_.count(one) == 0) missing.push_back(rank);
   }
   return absl::DeadlineExceededError(absl::StrCat(missing.size(), " of ", options_.world_size,
                                                   " ranks did not come within ", absl::FormatDuration(limit),
@@ -319,8 +410,7 @@ absl::StatusOr<MembershipClient::Values> MembershipClient::AllGather(absl::strin
   uint64_t id = 0;
   {
     absl::MutexLock lock(&mu_);
-    if (!error_.ok()) return error_;
-    if (left_) return absl::FailedPreconditionError("this process has left the job");
+    ATOLL_RETURN_IF_ERROR(NotRunning());
     id = next_gather_++;
     gathers_.emplace(id, promise);
   }
@@ -344,12 +434,12 @@ absl::Status MembershipClient::AwaitOthersGone(absl::Duration limit) {
   absl::MutexLock lock(&mu_);
   auto alone = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !running() || members_.size() == 1; };
   if (base::AwaitFor(mu_, absl::Condition(&alone), limit)) return absl::OkStatus();
-  std::vector<std::string> there;
+  std::vector<MemberInfo> there;
   for (const auto& [rank, member] : members_) {
-    if (member.id != self_.id) there.push_back(Describe(member));
+    if (member.id != self_.id) there.push_back(member);
   }
   return absl::DeadlineExceededError(
-      absl::StrCat("still in the job after ", absl::FormatDuration(limit), ": ", absl::StrJoin(there, ", ")));
+      absl::StrCat("still in the job after ", absl::FormatDuration(limit), ": ", JoinNames(there)));
 }
 
 absl::Status MembershipClient::Leave(absl::Duration limit, const absl::Status& why) {

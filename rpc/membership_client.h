@@ -4,6 +4,7 @@
 // safe: `mu_` is never held while the agent, a promise or an observer is called.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -40,7 +41,10 @@ class MembershipClient : public std::enable_shared_from_this<MembershipClient> {
   bool is_coordinator() const { return service_ != nullptr; }
   absl::Status status() const;
   std::vector<MemberInfo> Members() const;
+  absl::StatusOr<MemberInfo> Find(base::Rank rank) const;
+  absl::StatusOr<MemberInfo> Find(absl::string_view name) const;
   absl::Status WaitForAll(absl::Duration limit);
+  absl::Status WaitForCount(int count, absl::Duration limit);
   void OnEvent(std::function<void(const MembershipEvent&)> observer);
   void OnError(std::function<void(absl::Status)> observer);
   absl::StatusOr<Values> AllGather(absl::string_view name, std::string value, absl::Duration limit,
@@ -50,6 +54,14 @@ class MembershipClient : public std::enable_shared_from_this<MembershipClient> {
   void Stop();
 
  private:
+  /// The live member that fits, or NotFound about `what` with `otherwise`, unless the last that fitted is gone.
+  absl::StatusOr<MemberInfo> FindIf(const std::function<bool(const MemberInfo&)>& fits,
+                                    absl::string_view what, absl::string_view otherwise) const;
+  /// OK when so many members are there (`or_left`: or have left in order). A DeadlineExceeded is the caller's to
+  /// explain.
+  absl::Status Await(size_t count, bool or_left, absl::Duration limit);
+  /// Why nothing can be asked any more; OK until then.
+  absl::Status NotRunning() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   bool running() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return error_.ok() && !left_; }
   /// Null when it is over: the agent may be gone.
   Agent* agent() const;
@@ -72,11 +84,13 @@ class MembershipClient : public std::enable_shared_from_this<MembershipClient> {
   const base::MemberId coordinator_;
   const std::shared_ptr<MembershipService> service_;
   const std::shared_ptr<base::SerialExecutor> observers_run_;
-  MemberInfo self_;
+  MemberInfo self_;       // Its rank, if any would do, by Start.
   absl::Duration lease_;  // Set by Start.
 
   mutable absl::Mutex mu_;
   std::map<base::Rank, MemberInfo> members_ ABSL_GUARDED_BY(mu_);
+  std::set<base::Rank> came_and_left_ ABSL_GUARDED_BY(mu_);  // In order, and nobody has the rank since.
+  std::deque<std::pair<MemberInfo, std::string>> gone_ ABSL_GUARDED_BY(mu_);  // With why, the latest last.
   uint64_t seen_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status error_ ABSL_GUARDED_BY(mu_);
   bool leaving_ ABSL_GUARDED_BY(mu_) = false;

@@ -99,6 +99,8 @@ std::string Encode(const JoinReply& reply) {
   out.Put<uint64_t>(reply.event);
   out.Put<uint32_t>(static_cast<uint32_t>(reply.members.size()));
   for (const Member& member : reply.members) PutMember(out, member);
+  out.Put<uint32_t>(static_cast<uint32_t>(reply.left.size()));
+  for (const base::Rank rank : reply.left) out.Put<int32_t>(rank.value());
   return std::move(out).Take();
 }
 
@@ -109,6 +111,8 @@ absl::StatusOr<JoinReply> DecodeJoinReply(absl::string_view body) {
   reply.event = in.Get<uint64_t>();
   uint32_t count = in.GetCount(24);
   for (uint32_t i = 0; i < count && in.ok(); ++i) reply.members.push_back(GetMember(in));
+  count = in.GetCount(sizeof(int32_t));
+  for (uint32_t i = 0; i < count && in.ok(); ++i) reply.left.emplace_back(in.Get<int32_t>());
   if (reply.lease <= absl::ZeroDuration()) in.Fail("a lease that is not above zero");
   return Done(in, std::move(reply), "the reply to a request to join");
 }

@@ -23,6 +23,7 @@ inline const char kReportMethod[] = "membership.report";        ///< DeathReport
 inline const char kGatherMethod[] = "membership.gather";        ///< GatherRequest -> values
 inline const char kLeaveMethod[] = "membership.leave";          ///< why -> nothing
 inline const char kPingMethod[] = "membership.ping";            ///< nothing -> nothing, of any member
+inline const char kMemberMethod[] = "membership.member";        ///< the same, of those that were let in
 
 struct JoinRequest {
   int world_size = 0;
@@ -34,6 +35,7 @@ struct JoinReply {
   absl::Duration lease;
   uint64_t event = 0;
   std::vector<cluster::Member> members;
+  std::vector<base::Rank> left;  ///< Of a fixed world: whose members were there, and left in order.
 };
 struct DeathReport {
   base::MemberId suspect;

@@ -60,9 +60,12 @@ absl::Status MembershipService::Serve(const char* method, std::function<void(Ser
 void MembershipService::OnJoin(ServerCall call) {
   absl::StatusOr<JoinRequest> request = DecodeJoinRequest(call.request.body);
   if (request.ok() && request->world_size != options_.world_size) {
-    request =
-        absl::InvalidArgumentError(absl::StrCat(call.caller.ToString(), " comes with a world size of ",
-                                                request->world_size, ", the job's is ", options_.world_size));
+    auto of = [](int world_size) {
+      return world_size == cluster::kOpenWorld ? std::string("open") : absl::StrCat(world_size);
+    };
+    request = absl::InvalidArgumentError(absl::StrCat(call.caller.ToString(), " comes with a world size of ",
+                                                      of(request->world_size), ", the job's is ",
+                                                      of(options_.world_size)));
   }
   if (!request.ok()) return std::move(call.responder).Reply(request.status());
   cluster::Member member{call.caller, request->rank, request->role, request->addresses};
@@ -170,7 +173,8 @@ void MembershipService::Run(Core::Actions actions) {
 void MembershipService::Do(Core::JoinAnswer answer) {
   if (!answer.status.ok()) return Answer(answer.token, answer.status);
   Payload payload;
-  payload.body = Encode(JoinReply{options_.lease, answer.event, std::move(answer.members)});
+  payload.body =
+      Encode(JoinReply{options_.lease, answer.event, std::move(answer.members), std::move(answer.left)});
   Answer(answer.token, std::move(payload));
 }
 

@@ -294,6 +294,29 @@ TEST(MembershipCore, ReportsCountByWhatWasSeen) {
   script.Finish();
 }
 
+TEST(MembershipCore, ANewcomerHearsWhoseMembersLeftInOrder) {
+  Script script(4);
+  script.Join(kA);
+  script.Join(kB);
+  auto left = [&script](const Member& member) {
+    std::vector<int> ranks;
+    MembershipCore& core = script.core();
+    const absl::Time now = script.clock().Now();
+    for (auto& action : core.Join(member, 1000, now + absl::Seconds(1), now)) {
+      if (auto* answer = std::get_if<MembershipCore::JoinAnswer>(&action); answer != nullptr) {
+        for (const base::Rank rank : answer->left) ranks.push_back(rank.value());
+      }
+    }
+    core.Leave(member.id, now, "it was only to look");
+    return ranks;
+  };
+  script.Leave(kA.id);
+  script.Leave(kB.id, "out of memory");
+  EXPECT_THAT(left(MakeMember("x", 0x11, 3)), ElementsAre(1)) << "not who failed";
+  script.Join(kA2);
+  EXPECT_THAT(left(MakeMember("y", 0x12, 3)), ElementsAre()) << "who is there again";
+}
+
 TEST(MembershipCore, LeavingIsAnEventAndNotADeath) {
   Script script(3);
   script.Join(kA);

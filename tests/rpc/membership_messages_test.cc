@@ -35,10 +35,12 @@ TEST(MembershipMessages, RoundTrips) {
   EXPECT_EQ(join->role, "owner");
   EXPECT_EQ(join->addresses, (std::vector<std::string>{"a", "b"}));
 
-  auto reply = DecodeJoinReply(Encode(JoinReply{absl::Milliseconds(1500), 9, {Someone(), Someone()}}));
+  auto reply = DecodeJoinReply(
+      Encode(JoinReply{absl::Milliseconds(1500), 9, {Someone(), Someone()}, {base::Rank(2), base::Rank(5)}}));
   ASSERT_TRUE(reply.ok());
   EXPECT_EQ(reply->lease, absl::Milliseconds(1500));
   EXPECT_EQ(reply->event, 9u);
+  EXPECT_EQ(reply->left, (std::vector<base::Rank>{base::Rank(2), base::Rank(5)}));
   ASSERT_EQ(reply->members.size(), 2u);
   EXPECT_EQ(reply->members[1].id, Someone().id);
   EXPECT_EQ(reply->members[1].addresses, Someone().addresses);
@@ -87,7 +89,8 @@ TEST(MembershipMessages, ValuesSmallAndLarge) {
 
 TEST(MembershipMessages, BytesThatAreNoMessageAreRefused) {
   ExpectOnlyTheWhole(Encode(JoinRequest{4, base::Rank(3), "owner", {"a", "b"}}), DecodeJoinRequest);
-  ExpectOnlyTheWhole(Encode(JoinReply{absl::Seconds(1), 9, {Someone(), Someone()}}), DecodeJoinReply);
+  ExpectOnlyTheWhole(Encode(JoinReply{absl::Seconds(1), 9, {Someone(), Someone()}, {base::Rank(2)}}),
+                     DecodeJoinReply);
   std::vector<cluster::MemberEvent> events(2);
   events[0] = {cluster::MemberEvent::Kind::kDead, Someone(), absl::UnavailableError("seen"), 7};
   events[1] = events[0];
