@@ -340,7 +340,7 @@ absl::StatusOr<MemberInfo> MembershipClient::FindIf(const std::function<bool(con
     if (fits(gone->first)) otherwise = gone->second;
     if (fits(gone->first)) break;
   }
-  return absl::NotFoundError(absl::StrCat(Describe(self_), " finds no member with ", what, ": ", otherwise));
+  return absl::NotFoundError(absl::StrCat(Describe(self_), " knows no member of ", what, ": ", otherwise));
 }
 
 absl::Status MembershipClient::status() const {

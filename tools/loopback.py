@@ -32,3 +32,24 @@ def free_port():
         _held.append(mark)
         return port
     raise OSError("no free port on 127.0.0.1")
+
+
+def free_ports(count):
+    """The first of so many ports in a row that nobody listens at; ours as free_port's are."""
+    for _ in range(1000):
+        first = free_port()
+        marks = len(_held)
+        try:
+            for port in range(first + 1, first + count):
+                mark = socket.socket(socket.AF_UNIX)
+                _held.append(mark)
+                mark.bind(f"\0atoll-loopback-port-{port}")
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            while len(_held) > marks:
+                _held.pop().close()
+            continue
+        return first
+    raise OSError(f"no {count} free ports in a row on 127.0.0.1")

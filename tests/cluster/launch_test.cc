@@ -249,6 +249,7 @@ TEST(Launch, ACoordinatorWhoseNameMeansLoopbackHereIsReachedFromOutside) {
   EXPECT_EQ(launch->bind, "0.0.0.0");
 }
 
+// Scenario init 16.
 TEST(Launch, WhatIsMissingOrMalformedIsNamed) {
   auto without = [](const char* name) {
     auto variables = Torchrun();

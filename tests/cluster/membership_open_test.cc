@@ -32,6 +32,7 @@ class OpenWorld : public ::testing::Test {
   Script script_{kOpenWorld};
 };
 
+// Scenario init 6.
 TEST_F(OpenWorld, RanksAreGivenLowestFirstAndANameGetsItsOwnBack) {
   for (const Member& member : {kA, kB, kD}) EXPECT_TRUE(script_.Status(script_.Join(member)).ok());
   EXPECT_THAT(script_.Live(), ElementsAre("c", "a", "b", "d"));

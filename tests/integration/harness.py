@@ -22,7 +22,7 @@ import unittest
 BIN = os.environ.get("ATOLL_BIN", "build/release/bin")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
-from loopback import free_port  # pylint: disable=wrong-import-position
+from loopback import free_port, free_ports  # pylint: disable=wrong-import-position
 
 # Programs leave alone what they are started to ignore: here they are started as from a terminal.
 for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

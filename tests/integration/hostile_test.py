@@ -225,6 +225,7 @@ class Attack(attacks.Attacker):
 
 class Hostile(JobTest):
 
+    # Scenario users 147.
     def test_the_job_goes_on(self):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

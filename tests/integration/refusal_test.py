@@ -84,6 +84,7 @@ class WrongFlags(JobTest):
 class WrongJobs(JobTest):
     """What only shows between processes: code 1."""
 
+    # Scenario init 16.
     def test_a_port_in_use(self):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -102,6 +103,8 @@ class WrongJobs(JobTest):
                               f"--key_file={self.key_file}")
         self.expect_error(worker, 2, "nosuchif0")
 
+    # Scenario init 5.
+    # Scenario users 6.
     def test_ranks_that_never_come(self):
         self.expect_error(self.job(common=["--join_limit=1s"]).start_owner(0), 1, "3 of 4 ranks did not come",
                           ": 1, 2, 3")
@@ -134,6 +137,7 @@ class WrongJobs(JobTest):
         self.expect_one_refused((0, "ada"), (0, "bob"), "ada#", "bob#", " (rank 1) cannot join: its rank belongs to ",
                                 " (rank 1), which is alive at ")
 
+    # Scenario init 3.
     def test_two_of_one_name(self):
         self.expect_one_refused((0, "ada"), (1, "ada"), "(rank 1)", "(rank 2)",
                                 " cannot join: its name belongs to ada#", ", which is alive at ")
@@ -146,6 +150,7 @@ class WrongJobs(JobTest):
         self.expect_code(job.start_worker(0), 0)
         self.expect_code(owner, 0)
 
+    # Scenario users 145.
     def test_a_wrong_key(self):
         job = self.job(owners=1, workers=1)
         owner = job.start_owner(0)

@@ -184,6 +184,7 @@ TEST_P(AgentCutTest, ASmallWindowAndQueuePushBack) {
   EXPECT_EQ(GetRan(futures[0].Wait(kHang).status()), Ran::kNo);
 }
 
+// Scenario users 19.
 // A peer that knows the key and speaks nonsense.
 TEST_P(AgentCutTest, JunkOfAnAuthenticatedPeerEndsItsPipesOnly) {
   Agent& a = Start("a");

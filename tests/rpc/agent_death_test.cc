@@ -60,6 +60,7 @@ TEST_P(AgentDeathTest, WhoOnlyCameUnderANameMayStillAskWhenAnotherGetsIt) {
   b.RemovePeer(a.self(), absl::OkStatus());  // Which it would try to reach to its end.
 }
 
+// Scenario init 13.
 TEST_P(AgentDeathTest, AnEndWithoutAFarewellFailsItsCallsWithOneLine) {
   Agent& a = Start("a");
   Agent& b = Start("b");
@@ -243,6 +244,8 @@ TEST(AgentRefusal, CountsWhereAllAddressesRefuse) {
   close(listener);
 }
 
+// Scenario init 10.
+// Scenario users 0.
 // A process of its own that is killed.
 TEST(AgentProcess, KilledWithAHundredCallsInFlight) {
   char self_path[4096];

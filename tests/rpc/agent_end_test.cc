@@ -40,6 +40,7 @@ std::string DescribeFiles() {
   return text;
 }
 
+// Scenario users 21.
 TEST_P(AgentEndTest, LoansReturnOnceOnEveryPath) {
   Agent& a = Start("a");
   AgentOptions small;
@@ -119,6 +120,7 @@ TEST_P(AgentEndTest, LoansReturnOnceOnEveryPath) {
   EXPECT_EQ(returned, expected);
 }
 
+// Scenario init 14.
 TEST_P(AgentEndTest, ShutdownWithCallsOutstandingIsBounded) {
   Agent& a = Start("a");
   Agent& b = Start("b");

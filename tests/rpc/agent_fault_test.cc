@@ -107,6 +107,7 @@ class AgentFaultTest : public AgentTest {
 };
 INSTANTIATE_AGENT_TESTS(AgentFaultTest);
 
+// Scenario users 29.
 TEST_P(AgentFaultTest, LostMessagesComeAgain) {
   Inject({.drop = 0.1});
   AddOnes(300, 16);
@@ -135,6 +136,7 @@ TEST_P(AgentFaultTest, ConnectionsThatStallGoOn) {
   Inject({.stall = 0.1, .stall_for = absl::Milliseconds(20)});
   AddOnes(200, 16);
 }
+// Scenario init 19.
 TEST_P(AgentFaultTest, AllOfItAtOnce) {
   Inject({.drop = 0.02,
           .delay = 0.02,

@@ -118,6 +118,7 @@ TEST_P(AgentRetryTest, AnErrorOfTheHandlerIsNotMadeAgain) {
   EXPECT_EQ(ran.load(), 1);
 }
 
+// Scenario users 29.
 TEST_P(AgentRetryTest, GoesToTheNextLifeOfItsPeerIfItMayRunTwice) {
   for (bool safe : {false, true}) {
     SCOPED_TRACE(safe);

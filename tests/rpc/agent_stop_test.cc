@@ -145,6 +145,7 @@ TEST_P(AgentStopTest, TheEndOfTheCallerAsksToo) {
   on_stop_.reset();
 }
 
+// Scenario users 13.
 TEST_P(AgentStopTest, AnAnswerAndAStopAndADeadlineAtOnceEndACallOnce) {
   Agent& a = Start("a");
   Agent& b = Start("b");
@@ -169,6 +170,7 @@ TEST_P(AgentStopTest, AnAnswerAndAStopAndADeadlineAtOnceEndACallOnce) {
 
 // The requests' arrival.
 
+// Scenario users 30.
 TEST_P(AgentStopTest, ArrivalIsToldBeforeAnAnswerThatComesLater) {
   Agent& a = Start("a");
   Agent& b = Start("b");
@@ -240,6 +242,7 @@ TEST_P(AgentStopTest, CallsBeyondTheLimitFailOrWait) {
   EXPECT_TRUE(second.Wait(kHang).ok());
 }
 
+// Scenario users 42.
 TEST_P(AgentStopTest, CallersThatWaitKeepTheBytesInFlightWithinTheWindow) {
   constexpr size_t kBytes = 256 << 10;
   constexpr int kCalls = 48;

@@ -19,6 +19,7 @@ using ::testing::HasSubstr;
 
 INSTANTIATE_AGENT_TESTS(AgentTest);
 
+// Scenario users 4.
 TEST_P(AgentTest, CallsAndAnswers) {
   Agent& a = Start("a");
   Agent& b = Start("b");
@@ -117,6 +118,7 @@ TEST_P(AgentTest, CallbackFormRunsOnThePool) {
   ASSERT_TRUE(done.WaitForNotificationWithTimeout(kHang));
 }
 
+// Scenario users 30.
 TEST_P(AgentTest, OneWayCompletesWhenReceived) {
   Agent& a = Start("a");
   Agent& b = Start("b");
@@ -234,6 +236,7 @@ TEST_P(AgentTest, AThousandConcurrentCalls) {
   }
 }
 
+// Scenario users 3.
 TEST_P(AgentTest, BlockedHandlersStarveNoDeadline) {
   AgentOptions one;
   one.worker_threads = 1;
@@ -295,6 +298,7 @@ TEST_P(AgentTest, ACallThatWasGivenUpIsCancelledAtTheCallee) {
   EXPECT_EQ(seen, started);
 }
 
+// Scenarios users 18, 148.
 TEST_P(AgentTest, ErrorsSayWhoWhereWhatAndWhetherItRan) {
   Agent& a = Start("a");
   Agent& b = Start("b");

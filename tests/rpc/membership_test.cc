@@ -202,6 +202,7 @@ TEST(MembershipChild, Runs) {
   while (true) pause();
 }
 
+// Scenario users 6.
 TEST_F(MembershipTest, MembersJoinKnowEachOtherAndLeave) {
   Serve(3);
   Watch at_c(Of(0));
@@ -258,6 +259,7 @@ TEST_F(MembershipTest, TheCoordinatorLeavesLast) {
   other.join();
 }
 
+// Scenario init 3.
 TEST_F(MembershipTest, TheSecondOfANameOrRankIsRefused) {
   Serve(3);
   Join(1, "a", 3);
@@ -294,6 +296,7 @@ TEST_F(MembershipTest, WhatCannotBeIsRefusedAtOnce) {
             absl::StatusCode::kAlreadyExists);
 }
 
+// Scenario users 28.
 TEST_F(MembershipTest, AMemberMayComeBeforeTheCoordinator) {
   // A port that is ours, and where nobody listens yet.
   int reserved = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -428,6 +431,7 @@ TEST_F(MembershipTest, WhateverAMemberSendsCountsAsLife) {
   EXPECT_TRUE(live.ok()) << live.status();
 }
 
+// Scenario init 9.
 TEST_F(MembershipTest, AStoppedMemberIsDeadByItsLeaseAndToldWhenItWakes) {
   MembershipOptions options = Options(0, 2);
   options.lease = absl::Milliseconds(1500);

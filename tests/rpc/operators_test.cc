@@ -116,6 +116,7 @@ TEST_P(OperatorsTest, CodesOutsideTheirTablesAreErrors) {
   EXPECT_EQ((*whole)[0].toTensor().scalar_type(), at::kDouble);
 }
 
+// Scenario users 146.
 TEST_P(OperatorsTest, OnlyWhatTheRuleAllows) {
   ExpectError(Call("b", "aten::relu", {at::ones({1})}), absl::StatusCode::kNotFound,
               "it serves no method torch.operator v1");
@@ -173,6 +174,7 @@ class ScriptTest : public OperatorsTest {
 };
 INSTANTIATE_AGENT_TESTS(ScriptTest);
 
+// Scenario users 146.
 TEST_P(ScriptTest, RunsWhatTheCalleeHas) {
   ASSERT_TRUE(modules_->Add("scaler", Scaler(3)).ok());
   auto scaled = Script({"scaler", "forward", {at::ones({2})}});

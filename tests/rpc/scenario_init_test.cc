@@ -160,7 +160,7 @@ TEST_F(InitScenario, MembersAreFoundByRankAndByName) {
     EXPECT_TRUE(absl::IsNotFound(status)) << status;
     for (const std::string& text : texts) EXPECT_THAT(TextOf(status), HasSubstr(text));
   };
-  const std::string caller = Of(1).self().id.ToString() + " (rank 1) finds no member with ";
+  const std::string caller = Of(1).self().id.ToString() + " (rank 1) knows no member of ";
   expect(Of(1).Find(base::Rank(3)).status(), {caller, "rank 3: nobody of that rank has joined"});
   expect(Of(1).Find(base::Rank(9)).status(), {caller, "rank 9: the job's ranks are 0 to 3"});
   expect(Of(1).Find(base::Rank(-1)).status(), {caller, "rank -1"});
@@ -229,6 +229,8 @@ TEST_F(InitScenario, AKilledProcessFailsItsCallsAtOnceAndAFirstContactToo) {
   EXPECT_THAT(TextOf(status), HasSubstr("refused"));
 }
 
+// Scenario init 15.
+// Scenario users 7.
 // Scenario init 12.
 TEST_F(InitScenario, ACoordinatorWaitsForNoDeadMembersAndNamesThoseThatStay) {
   Serve(4);

@@ -143,6 +143,7 @@ TEST_F(UsersScenario, ABusyLeaderMakesNobodyFailToLeave) {
   (void)work;
 }
 
+// Scenario init 1.
 // Scenario users 8.
 TEST_F(UsersScenario, AHundredJobsThatEndAsSoonAsTheyBegin) {
   for (int life = 0; life < 100; ++life) {

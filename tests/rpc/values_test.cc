@@ -156,6 +156,7 @@ TEST(Values, UndefinedTensorsAreUndefinedThere) {
   EXPECT_FALSE(back[1].toTensorVector()[0].defined());
 }
 
+// Scenario users 23.
 TEST(Values, WhatDoesNotTravelIsRefusedByName) {
   const auto refused = [](IValue value) {
     auto payload = EncodeValues({IValue(1), std::move(value)});
@@ -212,6 +213,7 @@ TEST(Values, EveryTruncationIsAnError) {
   EXPECT_FALSE(DecodeValues(fewer).ok());
 }
 
+// Scenario users 146.
 TEST(Values, NoByteThatIsFlippedHarms) {
   c10::Dict<std::string, at::Tensor> dict;
   dict.insert("k", at::ones({2}));
@@ -357,6 +359,7 @@ TEST(Values, IndicesOutsideASparseTensorAreErrors) {
 class ValuesOverTest : public AgentTest {};
 INSTANTIATE_AGENT_TESTS(ValuesOverTest);
 
+// Scenario users 23.
 TEST_P(ValuesOverTest, TensorsOfEveryDtypeLayoutAndShape) {
   Agent& a = Start("a");
   Agent& b = Start("b");

@@ -115,6 +115,7 @@ TEST(Wire, ABundleHoldsTheHeadersThatWereAdded) {
   }
 }
 
+// Scenario users 19.
 TEST(Wire, EveryTruncationAndEveryChangedByteIsReadSafely) {
   const std::string whole = Request();
   const size_t sizes[] = {16000};

@@ -107,6 +107,7 @@ TEST(Node, AnErrorBeforeJoiningEndsTheStart) {
   EXPECT_EQ(Node::Start(LaunchOf(0, 1, 0), options).status().code(), absl::StatusCode::kAborted);
 }
 
+// Scenario init 16.
 TEST(Node, APortInUseIsNamed) {
   Record record;
   Job job(1, &record);

@@ -1,3 +1,4 @@
+#include <atomic>
 #include <map>
 #include <memory>
 #include <thread>
@@ -198,6 +199,35 @@ TEST_F(ObjectSpaceTest, AnOwnersDeathFailsCallsWithItsName) {
   EXPECT_EQ(reply.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(reply.status().message()), HasSubstr(owner.ToString()));
   EXPECT_EQ(base::GetRan(reply.status()), base::Ran::kNo);
+  owner_->agent->RemovePeer(ann_->agent->self(), absl::OkStatus());  // Else its end waits for ann's.
+}
+
+// Counts the calls that leave.
+class CallCounter : public rpc::Interceptor {
+ public:
+  absl::Status OnCall(rpc::OutgoingCall& call) override {
+    ++count_;
+    return absl::OkStatus();
+  }
+  int count() const { return count_.load(); }
+
+ private:
+  std::atomic<int> count_{0};
+};
+
+// Scenario init 13.
+TEST_F(ObjectSpaceTest, NothingIsSentToTheDead) {
+  std::vector<std::shared_ptr<RRef>> rrefs;
+  for (int i = 0; i < 100; ++i) rrefs.push_back(Make(*ann_, "x"));
+  auto counter = std::make_shared<CallCounter>();
+  ann_->agent->AddInterceptor(counter);
+  rrefs.pop_back();
+  EXPECT_EQ(counter->count(), 1) << "a living owner is told";
+  const base::MemberId owner = owner_->agent->self();
+  ann_->agent->RemovePeer(owner, absl::UnavailableError("owner was killed"));
+  ann_->objects->OnPeerGone(owner, absl::UnavailableError("owner was killed"));
+  rrefs.clear();
+  EXPECT_EQ(counter->count(), 1) << "a dead one is not";
   owner_->agent->RemovePeer(ann_->agent->self(), absl::OkStatus());  // Else its end waits for ann's.
 }
 

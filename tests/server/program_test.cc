@@ -63,6 +63,7 @@ TEST_F(Program, ReadsFlagsInEveryForm) {
   EXPECT_TRUE(absl::GetFlag(FLAGS_cma));
 }
 
+// Scenario init 2.
 TEST_F(Program, WrongCommandLinesEndWithTwoAndSayWhy) {
   EXPECT_EXIT(Parse({"--worker=3"}), ExitedWithCode(2), "no flag --worker; did you mean --workers");
   EXPECT_EXIT(Parse({"--zzzzzzzzzzzz"}), ExitedWithCode(2), "no flag --zzzzzzzzzzzz \\(see --help\\)");

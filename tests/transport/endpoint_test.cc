@@ -30,6 +30,7 @@ class JoinTest : public ::testing::TestWithParam<Way> {
   std::unique_ptr<Member> server_;
 };
 
+// Scenario users 145.
 TEST_P(JoinTest, WrongKey) {
   EndpointOptions options = Stranger();
   options.key.bytes = "another key of sixteen bytes or more";
@@ -214,6 +215,7 @@ TEST(Endpoint, AnInterfaceByName) {
   EXPECT_TRUE(absl::StartsWith(server.endpoint().addresses()[0], "127.0.0.1:"));
 }
 
+// Scenario init 2.
 TEST(Endpoint, WhatCannotBeIsRefusedWithAReason) {
   EndpointOptions options = Options("server");
   options.bind = "no-such-interface0.invalid";

@@ -116,6 +116,7 @@ void DecodeMutations(const T& object, int rounds) {
   EXPECT_GT(decoded, 0);  // Else nothing was tried beyond the walk.
 }
 
+// Scenario users 19.
 TEST(DecodeFrame, MutatedFramesNeverReachBeyondTheirBytes) {
   DecodeMutations(SomeDescriptor(), 100000);
   DecodeMutations(SomeBrochure(), 100000);

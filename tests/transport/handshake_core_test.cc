@@ -278,6 +278,7 @@ TEST_F(HandshakeTest, AChangedChallengeFails) {
   }
 }
 
+// Scenario users 148.
 TEST_F(HandshakeTest, StrangersAreKnownByTheirFirstByte) {
   auto server = Server();
   server.Feed("G");

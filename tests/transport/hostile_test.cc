@@ -139,6 +139,7 @@ TEST_P(HostileTest, HugeLengthsBeforeAuthentication) {
   }
 }
 
+// Scenario users 147.
 TEST_P(HostileTest, AThousandIdleConnections) {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);

@@ -1,4 +1,4 @@
-// Host names while the system's resolver hangs.
+// Host names: while the system's resolver hangs, and those with several addresses.
 #include "atoll/transport/resolver.h"
 
 #include <dlfcn.h>
@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "atoll/tests/transport/testing.h"
 
@@ -14,6 +15,9 @@ namespace Atoll::transport::testing {
 namespace {
 
 constexpr char kHangs[] = "hangs.invalid";
+// Names of several addresses: of this machine, and one that is not ours to bind before them.
+constexpr char kSeveral[] = "several.invalid";
+constexpr char kForeign[] = "foreign.invalid";
 
 /// What the resolver is asked about kHangs waits here.
 struct Gate {
@@ -53,6 +57,17 @@ extern "C" int getaddrinfo(const char* host, const char* service, const addrinfo
     Atoll::transport::testing::gate().Pass();
   using Function = int (*)(const char*, const char*, const addrinfo*, addrinfo**);
   static const auto next = reinterpret_cast<Function>(dlsym(RTLD_NEXT, "getaddrinfo"));
+  for (const char* name : {Atoll::transport::testing::kSeveral, Atoll::transport::testing::kForeign}) {
+    if (host == nullptr || std::strcmp(host, name) != 0) continue;
+    const bool foreign = name == Atoll::transport::testing::kForeign;
+    addrinfo literal = *hints;
+    literal.ai_flags |= AI_NUMERICHOST;
+    for (const char* one : {foreign ? "198.51.100.1" : "127.0.0.8", "127.0.0.9", "127.0.0.1"}) {
+      if (const int error = next(one, service, &literal, found); error != 0) return error;
+      while (*found != nullptr) found = &(*found)->ai_next;
+    }
+    return 0;
+  }
   return next(host, service, hints, found);
 }
 
@@ -113,6 +128,26 @@ TEST(Resolver, AHostNameAfterTheEndIsRefused) {
   (*endpoint)->Connect({"localhost:1"}, {}, Lane::kControl, kLimit,
                        [&](absl::StatusOr<std::shared_ptr<Pipe>> pipe) { status = pipe.status(); });
   EXPECT_TRUE(absl::IsCancelled(status)) << status;
+}
+
+// Scenario users 34.
+TEST(Resolver, EveryAddressOfANameIsTried) {
+  EndpointOptions options = Options("server");
+  Member server(options), client(Options("client"));
+  const std::string name = absl::StrCat(kSeveral, ":", server.endpoint().port());
+  auto pipe = client.Connect({name}, server.id());
+  ASSERT_TRUE(pipe.ok()) << pipe.status();
+  EXPECT_EQ((*pipe)->peer().address, absl::StrCat("127.0.0.1:", server.endpoint().port()));
+}
+
+// Scenario users 34.
+TEST(Resolver, OfANameToBindTheFirstAddressThatIsOursIsTaken) {
+  EndpointOptions options = Options("server");
+  options.bind = kForeign;
+  Member server(options);
+  ASSERT_EQ(server.endpoint().addresses().size(), 1u);
+  EXPECT_TRUE(absl::StartsWith(server.endpoint().addresses()[0], "127.0.0.9:"))
+      << server.endpoint().addresses()[0];
 }
 
 }  // namespace
