@@ -224,8 +224,10 @@ absl::StatusOr<std::unique_ptr<Membership>> Membership::Join(Agent* agent,
     left = deadline - agent->clock()->Now();
     if (!MayComeLater(status)) return status;
     if (left <= retry) {
-      return base::Annotate(status, absl::StrCat("no coordinator let us in within ",
-                                                 absl::FormatDuration(options.join_limit), "; at last"));
+      return base::Annotate(
+          status, absl::StrCat("no coordinator let us in within ",
+                               absl::FormatDuration(absl::Ceil(options.join_limit, absl::Milliseconds(1))),
+                               "; at last"));
     }
     base::ThreadPool::BlockingScope blocking;
     Pause(retry);

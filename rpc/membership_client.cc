@@ -25,6 +25,11 @@ constexpr absl::string_view kObserver = "an observer of the membership";
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 constexpr size_t kMostGone = 1024;  // Of whom it is remembered why.
 
+/// What is left of a limit, without its nanoseconds.
+std::string ForPeople(absl::Duration limit) {
+  return absl::FormatDuration(absl::Ceil(limit, absl::Milliseconds(1)));
+}
+
 std::string JoinNames(const std::vector<MemberInfo>& members) {
   return absl::StrJoin(members, ", ",
                        [](std::string* out, const MemberInfo& one) { out->append(Describe(one)); });
@@ -67,7 +72,18 @@ absl::Status MembershipClient::Start(JoinReply reply) {
   }
   if (self_.rank == kAnyRank) return absl::InternalError("the coordinator gave us no rank");
   for (const MemberInfo& member : reply.members) {
-    if (member.id != self_.id) agent_->AddPeer({member.id, member.addresses});
+    if (member.id == self_.id) continue;
+    Peer peer{member.id, member.addresses};
+    // Where we reached it counts too: what it says of itself may mean nothing here, behind a port that is mapped
+    // or as a link-local address.
+    if (const auto met = agent_->FindPeer(peer.id.name); met.has_value() && met->id == peer.id) {
+      for (const std::string& address : met->addresses) {
+        if (std::count(peer.addresses.begin(), peer.addresses.end(), address) == 0) {
+          peer.addresses.push_back(address);
+        }
+      }
+    }
+    agent_->AddPeer(std::move(peer));
   }
   {
     absl::MutexLock lock(&mu_);
@@ -381,8 +397,8 @@ absl::Status MembershipClient::WaitForCount(int count, absl::Duration limit) {
   if (!absl::IsDeadlineExceeded(status)) return status;
   const std::vector<MemberInfo> members = Members();
   return absl::DeadlineExceededError(absl::StrCat("fewer than ", count, " members came within ",
-                                                  absl::FormatDuration(limit), ": there are ", members.size(),
-                                                  ", ", JoinNames(members)));
+                                                  ForPeople(limit), ": there are ", members.size(), ", ",
+                                                  JoinNames(members)));
 }
 
 absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
@@ -398,8 +414,8 @@ absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
     if (members_.count(one) == 0 && came_and_left_.count(one) == 0) missing.push_back(rank);
   }
   return absl::DeadlineExceededError(absl::StrCat(missing.size(), " of ", options_.world_size,
-                                                  " ranks did not come within ", absl::FormatDuration(limit),
-                                                  ": ", absl::StrJoin(missing, ", ")));
+                                                  " ranks did not come within ", ForPeople(limit), ": ",
+                                                  absl::StrJoin(missing, ", ")));
 }
 
 absl::StatusOr<MembershipClient::Values> MembershipClient::AllGather(absl::string_view name,
@@ -439,7 +455,7 @@ absl::Status MembershipClient::AwaitOthersGone(absl::Duration limit) {
     if (member.id != self_.id) there.push_back(member);
   }
   return absl::DeadlineExceededError(
-      absl::StrCat("still in the job after ", absl::FormatDuration(limit), ": ", JoinNames(there)));
+      absl::StrCat("still in the job after ", ForPeople(limit), ": ", JoinNames(there)));
 }
 
 absl::Status MembershipClient::Leave(absl::Duration limit, const absl::Status& why) {

@@ -15,7 +15,9 @@ namespace Atoll::rref {
 namespace {
 
 absl::Status CheckLaunch(const cluster::Launch& launch) {
-  if (launch.world_size < 1 || launch.rank < 0 || launch.rank >= launch.world_size) {
+  const bool open = launch.world_size == cluster::kOpenWorld;
+  if (open ? launch.rank < cluster::kAnyRank.value()
+           : launch.world_size < 1 || launch.rank < 0 || launch.rank >= launch.world_size) {
     return absl::InvalidArgumentError(
         absl::StrCat("rank ", launch.rank, " of a job of ", launch.world_size, " processes"));
   }
@@ -133,6 +135,7 @@ absl::Status NodeImpl::Join(const NodeOptions& options) {
                            rpc::Membership::Join(agent_.get(), std::move(coordinator), membership));
     Watch(options);
   }
+  if (launch_.world_size == cluster::kOpenWorld) return absl::OkStatus();
   return membership_->WaitForAll(std::max(limit - base::Now(), absl::Seconds(1)));
 }
 

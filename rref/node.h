@@ -31,8 +31,8 @@ struct NodeOptions {
 /// is sent, and the destructor does nothing (docs/errors.md).
 class Node {
  public:
-  /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there
-  /// (launch.join_limit). Errors: InvalidArgument (a launch that contradicts itself, a wrong bind address),
+  /// Binds, joins the job (or serves as its coordinator) and waits until every rank is there (launch.join_limit);
+  /// in an open world (world_size kOpenWorld, rank 0, kAnyRank or another) for nobody. Errors: InvalidArgument (a launch that contradicts itself, a wrong bind address),
   /// FailedPrecondition (the port is in use), those of Membership::Join, DeadlineExceeded (names the ranks
   /// that are missing).
   static absl::StatusOr<std::unique_ptr<Node>> Start(const cluster::Launch& launch, NodeOptions options = {});

@@ -33,7 +33,11 @@ void Dialer::Start(Resolver::Result found) {
   targets_ = std::move(found.targets);
   for (const Target& target : targets_)
     farthest_ = std::max(farthest_, std::optional(ReachOf(target.address)));
-  for (absl::Status& failure : found.failures) failures_.push_back({std::nullopt, std::move(failure)});
+  for (absl::Status& failure : found.failures) {
+    // Where its name leads is not known now: the peer may be there.
+    if (absl::IsUnavailable(failure)) farthest_ = Reach::kEverywhere;
+    failures_.push_back({std::nullopt, std::move(failure)});
+  }
   Next();
 }
 

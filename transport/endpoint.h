@@ -86,9 +86,9 @@ class Endpoint {
 
   /// Opens a pipe to the first of `addresses` that answers the handshake (one of a kind that we do not have
   /// is passed over). Whether the peer is there is for those to say that mean the same everywhere: not for
-  /// Unix names beside TCP addresses, nor for loopback beside others. `expected.name` must be the peer's name
-  /// unless empty, `expected.incarnation` its incarnation unless 0. `done` runs once, on a loop
-  /// thread, with the pipe or
+  /// Unix names beside TCP addresses, nor for loopback beside others, nor for any beside a host name that is not known
+  /// now. `expected.name` must be the peer's name unless empty, `expected.incarnation` its incarnation unless 0. `done`
+  /// runs once, on a loop thread, with the pipe or
   ///   Unavailable: nobody answers (ran: no); the message has each address and what it said; IsRefused
   ///   (refusal.h) if all of those that decide said that nobody listens;
   ///   NotFound: an endpoint answers, but it is another name or incarnation;

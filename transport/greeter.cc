@@ -51,7 +51,8 @@ void Greeter::Start(absl::Duration limit) {
   id_ = *id;
   timer_ = loop_.At(loop_.Now() + limit, [self] {
     self->timer_.reset();
-    self->Finish(absl::DeadlineExceededError("the handshake took too long"));
+    self->Finish(absl::DeadlineExceededError(self->connecting_ ? "connect: no answer in time"
+                                                               : "the handshake took too long"));
   });
 }
 

@@ -252,6 +252,10 @@ absl::StatusOr<std::vector<SocketAddress>> ResolveAddress(absl::string_view text
   if (!absl::IsNotFound(literal.status())) return literal.status();
   HostPort split = *SplitHostPort(text);
   std::vector<SocketAddress> found = LookUp(split.host, AI_ADDRCONFIG);
+  if (const size_t scope = split.host.find('%'); found.empty() && scope != std::string::npos) {
+    return absl::UnavailableError(absl::StrCat(
+        "the scope of ", split.host, " is no interface of this machine, which has: ", DescribeInterfaces()));
+  }
   if (found.empty()) return absl::UnavailableError(absl::StrCat("host '", split.host, "' is not known"));
   for (SocketAddress& address : found) address.set_port(split.port);
   return found;

@@ -125,9 +125,11 @@ class Containers(JobTest):
     def test_many_interfaces(self):
         for side in "ab":
             for number in range(20):
-                self.ip("-n", self.hosts[side], "link", "add", f"dead{number}", "type", "dummy")
+                self.ip("-n", self.hosts[side], "link", "add", f"dead{number}", "type", "veth", "peer", "name",
+                        f"peer{number}")
                 self.ip("-n", self.hosts[side], "addr", "add", f"172.18.{number}.1/24", "dev", f"dead{number}")
-                self.ip("-n", self.hosts[side], "link", "set", f"dead{number}", "up")
+                for one in (f"dead{number}", f"peer{number}"):
+                    self.ip("-n", self.hosts[side], "link", "set", one, "up")
         self.train(owner=["--bind=0.0.0.0"], worker=["--bind=0.0.0.0"], other=["--bind=0.0.0.0"])
 
     # Scenario users 34.

@@ -148,6 +148,18 @@ TEST_F(InitScenario, FixedAndOpenWorldsDoNotMix) {
   EXPECT_THAT(TextOf(status), HasSubstr("comes with a world size of 3, the job's is open"));
 }
 
+// What a coordinator says of itself may mean nothing to a member: where it was reached is kept.
+TEST_F(InitScenario, ACoordinatorIsKeptWhereItWasReached) {
+  Serve(2);
+  const std::string reached = absl::StrCat("localhost:", AgentOf(0).endpoint()->port());
+  RankOf a("a");
+  auto joined = Membership::Join(a.agent.get(), {reached}, OptionsOf(1, 2));
+  ASSERT_TRUE(joined.ok()) << joined.status();
+  std::vector<std::string> expected = AgentOf(0).addresses();
+  expected.push_back(reached);
+  EXPECT_EQ(a.agent->FindPeer("c")->addresses, expected);
+}
+
 TEST_F(InitScenario, MembersAreFoundByRankAndByName) {
   Serve(4);
   Join(1, "a", 4);

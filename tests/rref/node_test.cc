@@ -117,6 +117,31 @@ TEST(Node, APortInUseIsNamed) {
   job.Stop();
 }
 
+TEST(Node, AnOpenWorldIsJoinedAtAnyTime) {
+  Record record;
+  base::Promise<int> port;
+  NodeOptions options;
+  options.before_join = [&](ObjectSpace& objects, rpc::Agent& agent) {
+    port.Set(agent.endpoint()->port());
+    return objects.RegisterClass("Test", TestFactory(&record));
+  };
+  auto first = Node::Start(LaunchOf(0, cluster::kOpenWorld, 0), options);
+  ASSERT_TRUE(first.ok()) << first.status();
+  for (const char* name : {"guest", "another"}) {
+    cluster::Launch launch =
+        LaunchOf(cluster::kAnyRank.value(), cluster::kOpenWorld, *port.future().Wait(kHang));
+    launch.name = name;
+    auto guest = Node::Start(launch);
+    ASSERT_TRUE(guest.ok()) << guest.status();
+    EXPECT_EQ((*guest)->membership().self().rank, base::Rank(1)) << "free again each time";
+    auto made = (*guest)->objects().Create("owner0", "Test", Body("x")).Wait(kHang);
+    EXPECT_TRUE(made.ok()) << made.status();
+    made = std::shared_ptr<RRef>();
+    EXPECT_EQ((*guest)->Stop(kHang), absl::OkStatus());
+  }
+  EXPECT_EQ((*first)->Stop(kHang), absl::OkStatus());
+}
+
 TEST(Node, ContradictingLaunchesAreRefused) {
   EXPECT_EQ(Node::Start(LaunchOf(3, 3, 0)).status().code(), absl::StatusCode::kInvalidArgument);
   auto launch = LaunchOf(0, 1, 0);

@@ -212,7 +212,7 @@ TEST_F(Program, TlsIsNoneOrAKeyOrFiles) {
 }
 
 TEST_F(Program, APortMayBeARange) {
-  auto launch_with = [](const std::string& port) {
+  auto launch_with = [this](const std::string& port) {
     absl::FlagSaver saver;
     Parse({"--owners=1", "--workers=1", "--rank=1", "--port=" + port});
     return PlacementFromFlags(Env());

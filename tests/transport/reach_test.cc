@@ -8,6 +8,7 @@
 #include "atoll/tests/transport/raw_socket.h"
 #include "atoll/tests/transport/testing.h"
 #include "atoll/transport/endpoint.h"
+#include "atoll/transport/refusal.h"
 #include "atoll/transport/socket.h"
 
 namespace Atoll::transport::testing {
@@ -125,6 +126,19 @@ TEST(Reach, SilentAddressesLeaveTimeForTheRest) {
   for (const std::string& address : {swallows.address(), std::string("127.0.0.1:1")}) {
     EXPECT_THAT(std::string(pipe.status().message()), HasSubstr(address)) << "says what was tried";
   }
+}
+
+// A name server that is away for a moment buries nobody.
+TEST(Reach, BesideAnUnknownHostNobodyIsTakenForDead) {
+  Member client(Options("client", Way::kUnix));
+  for (const char* unknown : {"no-such-host.invalid:1", "[fe80::1%no-such-interface]:1"}) {
+    const absl::Status status =
+        client.Connect({"unix:@atoll-nobody-at-all", unknown, "127.0.0.1:1"}).status();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_FALSE(IsRefused(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("no-such-"));
+  }
+  EXPECT_TRUE(IsRefused(client.Connect({"unix:@atoll-nobody-at-all", "127.0.0.1:1"}).status()));
 }
 
 TEST(Reach, ScopesOfAddressesAreKept) {
