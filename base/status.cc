@@ -2,10 +2,10 @@
 
 #include <cstring>
 
+#include "atoll/base/text.h"
+
 namespace Atoll::base {
 namespace {
-
-constexpr char kRanUrl[] = "atoll/ran";
 
 absl::StatusCode CodeOfErrno(int error_number) {
   switch (error_number) {

@@ -20,6 +20,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "atoll/base/log.h"
+#include "atoll/base/text.h"
 
 namespace Atoll::bench {
 namespace {
@@ -41,7 +42,7 @@ void Die(const std::string& text) {
 }
 
 void DieOf(const absl::Status& status) {
-  if (!status.ok()) Die(status.ToString());
+  if (!status.ok()) Die(base::ErrorText(status));
 }
 
 void Begin() {

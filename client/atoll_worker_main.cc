@@ -17,6 +17,7 @@
 #include "absl/strings/str_replace.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/client/worker_flags_main.h"
 #include "atoll/client/worker_report.h"
 #include "atoll/cluster/program.h"
@@ -162,7 +163,7 @@ int Train(const std::string& who, Setup& setup, const Data& data, Model& model, 
     const absl::Status written = WriteFile(setup.flags.summary, SummaryJson(facts, *summary));
     if (!written.ok()) return EndWithError(who, Annotate(written, "--summary"), kExitFailed);
   }
-  if (!left.ok()) ATOLL_LOG(kWarning) << "left the job, but not in order: " << left;
+  if (!left.ok()) ATOLL_LOG(kWarning) << "left the job, but not in order: " << Atoll::base::ErrorText(left);
   return kExitDone;
 }
 

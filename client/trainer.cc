@@ -12,6 +12,7 @@
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/client/attach.h"
 #include "atoll/client/exchange.h"
 #include "atoll/client/gradient_hook.h"
@@ -156,12 +157,14 @@ TrainerImpl::~TrainerImpl() {
   shard_optim::Leave request;
   request.after_step = phase_ == Phase::kLanding ? step_ : step_ - 1;
   auto left = exchange_->shards().CallAll<shard_optim::Leave>({request}, options_.leave_limit);
-  if (!left.ok()) ATOLL_LOG(kWarning) << "leaving the roster of '" << options_.name << "': " << left.status();
+  if (!left.ok())
+    ATOLL_LOG(kWarning) << "leaving the roster of '" << options_.name
+                        << "': " << base::ErrorText(left.status());
   if (phase_ == Phase::kPushing) return;  // No landing was opened.
   const absl::Status landed = exchange_->AwaitLandings(base::Now() + options_.answer_margin);
   if (!landed.ok()) {
     ATOLL_LOG(kError) << "values may still land in parameters of '" << options_.name
-                      << "', whose trainer is gone: " << landed;
+                      << "', whose trainer is gone: " << base::ErrorText(landed);
   }
 }
 

@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "atoll/base/future.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 
 namespace Atoll::cluster {
 namespace {
@@ -95,7 +96,7 @@ absl::StatusOr<std::string> FindCoordinator(const Launch& launch, absl::Duration
   absl::StatusOr<std::string> address = WithStore(launch, limit, find);
   if (!address.ok()) {
     return base::Annotate(address.status(), absl::StrCat("find the coordinator (rank 0) of job ", launch.job,
-                                                         " within ", absl::FormatDuration(limit)));
+                                                         " within ", base::DurationText(limit)));
   }
   if (address->size() > kMaxAddressBytes || !absl::StrContains(*address, ':')) {
     return absl::DataLossError(absl::StrCat(StoreAddress(launch), " holds no address of a coordinator"));

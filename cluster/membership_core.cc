@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <set>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "atoll/base/text.h"
 
 namespace Atoll::cluster {
 namespace {
@@ -14,14 +14,6 @@ size_t BytesOf(const MemberEvent& event) {
   size_t bytes = 64 + event.member.id.name.size() + event.member.role.size() + event.reason.message().size();
   for (const std::string& address : event.member.addresses) bytes += 4 + address.size();
   return bytes;
-}
-
-/// A member's own words, as they go into everybody's logs.
-std::string OneLine(std::string text) {
-  for (char& c : text) {
-    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) c = ' ';
-  }
-  return text;
 }
 
 template <class Answers>
@@ -146,9 +138,9 @@ void MembershipCore::Remove(base::MemberId id, MemberEvent::Kind kind, const std
   members_.erase(state.member.rank);
   std::string why = "has left";
   if (kind == MemberEvent::Kind::kDead) {
-    why = absl::StrCat("was declared dead: ", OneLine(what));
+    why = absl::StrCat("was declared dead: ", base::OneLine(what));
   } else if (!what.empty()) {
-    why = absl::StrCat("failed: ", OneLine(what));
+    why = absl::StrCat("failed: ", base::OneLine(what));
   }
   gone_.emplace_back(state.member, why);
   if (gone_.size() > options_.max_gone) gone_.pop_front();

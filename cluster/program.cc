@@ -13,14 +13,12 @@
 #include <cstdio>
 #include <cstring>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/cluster/agent_store.h"
 
 namespace Atoll::cluster {
@@ -58,20 +56,6 @@ void KeepStandardStreams() {
 
 }  // namespace
 
-std::string OneLine(absl::string_view text) {
-  std::string line;
-  for (const char c : text) {
-    if (c == '\n' || c == '\r' || c == '\t') {
-      line.push_back(' ');
-    } else if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) {
-      line.append(absl::CHexEscape(absl::string_view(&c, 1)));
-    } else {
-      line.push_back(c);
-    }
-  }
-  return line;
-}
-
 void PrintOut(absl::string_view text) {
   const bool written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
   if (std::fflush(stdout) == 0 && written) return;
@@ -106,11 +90,12 @@ void SetUpProcess() {
 }
 
 int EndWithError(absl::string_view who, const absl::Status& error, ExitCode code) {
-  const std::string message = OneLine(error.message().empty() ? error.ToString() : error.message());
+  // Without its payloads: whether some call ran says nothing to who started a program.
+  const std::string message = base::ErrorText(absl::Status(error.code(), error.message()));
   const std::string line = absl::StrCat(who, ": error: ", message, "\n");
   (void)!write(STDERR_FILENO, line.data(), line.size());
   const absl::Status told = WriteTorchElasticError(absl::StrCat(who, ": ", message));
-  if (!told.ok()) ATOLL_LOG(kWarning) << "torchrun is not told: " << told;
+  if (!told.ok()) ATOLL_LOG(kWarning) << "torchrun is not told: " << base::ErrorText(told);
   return code;
 }
 

@@ -76,9 +76,6 @@ void PrintOut(absl::string_view text);
 /// `code`; but kExitFailed instead of kExitDone, and a line on standard error, where PrintOut could not write.
 int CheckOutput(absl::string_view who, int code);
 
-/// `text` in one line, for a terminal: other control characters are escaped.
-std::string OneLine(absl::string_view text);
-
 /// The code for an error of joining the job: kExitUsage where what was given is wrong (InvalidArgument: a --bind
 /// that is no address of this host), or else kExitFailed.
 ExitCode CodeOfStart(const absl::Status& error);

@@ -8,6 +8,7 @@
 #include "atoll/base/clock.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
+#include "atoll/base/text.h"
 #include "atoll/rpc/device.h"
 #include "atoll/rpc/hub.h"
 #include "atoll/rpc/payload.h"
@@ -254,8 +255,8 @@ class AgentImpl : public Agent {
     failures_->Drain(left(absl::Milliseconds(100)));
     hub_->Clear();
     if (leftover.empty()) return absl::OkStatus();
-    return absl::DeadlineExceededError(absl::StrCat("dropped at the end of ", absl::FormatDuration(limit),
-                                                    ": ", absl::StrJoin(leftover, "; ")));
+    return absl::DeadlineExceededError(absl::StrCat("dropped at the end of ", base::DurationText(limit), ": ",
+                                                    absl::StrJoin(leftover, "; ")));
   }
 
  private:

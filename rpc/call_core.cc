@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
+#include "atoll/base/text.h"
 
 namespace Atoll::rpc {
 
@@ -77,7 +78,7 @@ void CallTable::CheckInvariants() const {
 }
 
 absl::Status NoAnswerWithin(absl::Duration timeout) {
-  return absl::DeadlineExceededError(absl::StrCat("no answer within ", absl::FormatDuration(timeout)));
+  return absl::DeadlineExceededError(absl::StrCat("no answer within ", base::DurationText(timeout)));
 }
 
 base::Ran RanUnanswered(const PendingCall& call) {

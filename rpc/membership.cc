@@ -9,6 +9,7 @@
 #include "atoll/base/clock.h"
 #include "atoll/base/fork.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/rpc/membership_client.h"
 #include "atoll/rpc/user_code.h"
 
@@ -224,10 +225,8 @@ absl::StatusOr<std::unique_ptr<Membership>> Membership::Join(Agent* agent,
     left = deadline - agent->clock()->Now();
     if (!MayComeLater(status)) return status;
     if (left <= retry) {
-      return base::Annotate(
-          status, absl::StrCat("no coordinator let us in within ",
-                               absl::FormatDuration(absl::Ceil(options.join_limit, absl::Milliseconds(1))),
-                               "; at last"));
+      return base::Annotate(status, absl::StrCat("no coordinator let us in within ",
+                                                 base::DurationText(options.join_limit), "; at last"));
     }
     base::ThreadPool::BlockingScope blocking;
     Pause(retry);

@@ -9,6 +9,7 @@
 #include "atoll/base/clock.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/base/words.h"
 #include "atoll/rpc/user_code.h"
 #include "atoll/transport/refusal.h"
@@ -24,11 +25,6 @@ constexpr absl::Duration kFarewell = absl::Seconds(1);
 constexpr absl::string_view kObserver = "an observer of the membership";
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 constexpr size_t kMostGone = 1024;  // Of whom it is remembered why.
-
-/// What is left of a limit, without its nanoseconds.
-std::string ForPeople(absl::Duration limit) {
-  return absl::FormatDuration(absl::Ceil(limit, absl::Milliseconds(1)));
-}
 
 std::string JoinNames(const std::vector<MemberInfo>& members) {
   return absl::StrJoin(members, ", ",
@@ -252,7 +248,7 @@ void MembershipClient::Beat() {
   if (lost) {
     return Fail(
         absl::UnavailableError(absl::StrCat("the coordinator ", coordinator_.ToString(),
-                                            " confirmed no heartbeat for ", absl::FormatDuration(silence),
+                                            " confirmed no heartbeat for ", base::DurationText(silence),
                                             ", longer than twice the lease: it is lost, or this process was "
                                             "stopped or cut off and was declared dead")));
   }
@@ -397,7 +393,7 @@ absl::Status MembershipClient::WaitForCount(int count, absl::Duration limit) {
   if (!absl::IsDeadlineExceeded(status)) return status;
   const std::vector<MemberInfo> members = Members();
   return absl::DeadlineExceededError(absl::StrCat("fewer than ", count, " members came within ",
-                                                  ForPeople(limit), ": there are ", members.size(), ", ",
+                                                  base::DurationText(limit), ": there are ", members.size(), ", ",
                                                   JoinNames(members)));
 }
 
@@ -414,8 +410,8 @@ absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
     if (members_.count(one) == 0 && came_and_left_.count(one) == 0) missing.push_back(rank);
   }
   return absl::DeadlineExceededError(absl::StrCat(missing.size(), " of ", options_.world_size,
-                                                  " ranks did not come within ", ForPeople(limit), ": ",
-                                                  absl::StrJoin(missing, ", ")));
+                                                  " ranks did not come within ", base::DurationText(limit),
+                                                  ": ", absl::StrJoin(missing, ", ")));
 }
 
 absl::StatusOr<MembershipClient::Values> MembershipClient::AllGather(absl::string_view name,
@@ -455,7 +451,7 @@ absl::Status MembershipClient::AwaitOthersGone(absl::Duration limit) {
     if (member.id != self_.id) there.push_back(member);
   }
   return absl::DeadlineExceededError(
-      absl::StrCat("still in the job after ", ForPeople(limit), ": ", JoinNames(there)));
+      absl::StrCat("still in the job after ", base::DurationText(limit), ": ", JoinNames(there)));
 }
 
 absl::Status MembershipClient::Leave(absl::Duration limit, const absl::Status& why) {
@@ -473,7 +469,7 @@ absl::Status MembershipClient::Leave(absl::Duration limit, const absl::Status& w
   CallOptions options;
   options.timeout = limit;
   Payload farewell;
-  farewell.body = EncodeWhy(why.ok() ? "" : why.message().empty() ? why.ToString() : why.message());
+  farewell.body = EncodeWhy(why.ok() ? "" : base::ErrorText(why));
   absl::StatusOr<Received> left =
       agent_->Call(coordinator_.name, {kLeaveMethod}, std::move(farewell), std::move(options))
           .Wait(limit + lease_);

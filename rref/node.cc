@@ -9,6 +9,7 @@
 #include "atoll/base/fork.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/cluster/agent_store.h"
 
 namespace Atoll::rref {
@@ -39,7 +40,7 @@ class NodeImpl : public Node {
     if (!fork_mark_.in_child()) {
       status = Stop(absl::Seconds(5), absl::AbortedError("it ended without leaving in order"));
     }
-    if (!status.ok()) ATOLL_LOG(kWarning) << "stopping " << launch_.name << ": " << status;
+    if (!status.ok()) ATOLL_LOG(kWarning) << "stopping " << launch_.name << ": " << base::ErrorText(status);
     Destroy();
   }
 

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "atoll/base/clock.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 #include "atoll/server/shards.h"
 #include "atoll/shard_optim/shard_object.h"
 
@@ -45,8 +45,7 @@ struct Owner::Watch : std::enable_shared_from_this<Owner::Watch> {
   }
 
   void OnGone(const std::string& name, const absl::Status& reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
-    const std::string why =
-        absl::StrReplaceAll(reason.message(), {{"\n", " "}, {"\r", " "}});  // It is theirs.
+    const std::string why = base::OneLine(reason.message());  // It is theirs.
     core.OnDead(name, why, clock.Now());
     Say(absl::StrCat(name, " died: ", why, "; ", core.workers_here(), " workers go on"));
   }
@@ -64,7 +63,7 @@ struct Owner::Watch : std::enable_shared_from_this<Owner::Watch> {
   void OnError(const absl::Status& error) {
     absl::MutexLock lock(&mu);
     if (over) return;
-    core.OnUnled(absl::StrReplaceAll(error.message(), {{"\n", " "}, {"\r", " "}}), clock.Now());
+    core.OnUnled(base::OneLine(error.message()), clock.Now());
     changed = true;
   }
 

@@ -11,6 +11,7 @@
 #include "absl/synchronization/notification.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/base/text.h"
 
 namespace Atoll::transport {
 namespace {
@@ -211,7 +212,8 @@ void TransportContext::Refuse(const absl::Status& status, const SocketAddress& a
   if (IsNewsOnLoop(status, address)) {
     ATOLL_LOG(kWarning) << "refused a connection from " << address.ToString() << ": " << status.message();
   } else {
-    ATOLL_LOG(kDebug) << "refused a connection from " << address.ToString() << ": " << status;
+    ATOLL_LOG(kDebug) << "refused a connection from " << address.ToString() << ": "
+                      << base::ErrorText(status);
   }
 }
 

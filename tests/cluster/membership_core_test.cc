@@ -351,7 +351,7 @@ TEST(MembershipCore, WhatAMemberSaysIsOneLine) {
   Script script(3);
   script.Join(kA);
   script.Leave(kA.id, "no\ndata\x1b[2J");
-  ExpectStatus(script.Heartbeat(kA.id), absl::StatusCode::kFailedPrecondition, "failed: no data [2J");
+  ExpectStatus(script.Heartbeat(kA.id), absl::StatusCode::kFailedPrecondition, "failed: no data\\x1b[2J");
   script.Finish();
 }
 
