@@ -35,11 +35,11 @@ absl::Status CheckTlsOptions(const TlsOptions& options) {
   for (const auto& file : files) {
     if (options.mode == TlsMode::kCert && file.path.empty()) {
       return absl::InvalidArgumentError(absl::StrCat(
-          file.variable, " (", file.flag, ") is not given: with --tls=cert it should be ", file.what));
+          file.flag, " (", file.variable, ") is not given: with --tls=cert it should be ", file.what));
     }
     if (options.mode != TlsMode::kCert && !file.path.empty()) {
       return absl::InvalidArgumentError(
-          absl::StrCat(file.variable, " (", file.flag, ") is given, but the TLS mode is ",
+          absl::StrCat(file.flag, " (", file.variable, ") is given, but the TLS mode is ",
                        TlsModeName(options.mode), ": files are for --tls=cert alone"));
     }
   }

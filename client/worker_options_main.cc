@@ -2,6 +2,7 @@
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "atoll/base/status.h"
 #include "atoll/client/worker_flags_main.h"
 
@@ -70,7 +71,11 @@ absl::StatusOr<WorkerFlags> WorkerFlagsFromFlags() {
   options.attach_limit = absl::GetFlag(FLAGS_attach_limit);
   options.seed = absl::GetFlag(FLAGS_seed);
   options.evaluate = absl::GetFlag(FLAGS_evaluate);
-  ATOLL_RETURN_IF_ERROR(base::Annotate(Validate(options), "a flag"));
+  // The options and their flags have the same names, and the errors start with them.
+  const absl::Status valid = Validate(options);
+  if (!valid.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--", absl::StripPrefix(valid.message(), "Adam's ")));
+  }
   return flags;
 }
 

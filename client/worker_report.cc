@@ -213,7 +213,7 @@ absl::StatusOr<std::unique_ptr<WorkerReport>> MakeWorkerReport(absl::string_view
   if (form == "json") return std::make_unique<JsonReport>(std::move(write));
   if (form == "none") return std::make_unique<NoReport>();
   return absl::InvalidArgumentError(
-      absl::StrCat("progress '", form, "': it should be auto, plain, tty, json or none"));
+      absl::StrCat("--progress='", form, "': it should be auto, plain, tty, json or none"));
 }
 
 std::string SummaryJson(const WorkerFacts& facts, const WorkerSummary& summary) {

@@ -20,18 +20,39 @@ namespace {
 
 constexpr int kMaxWorld = 1 << 20;
 
-absl::Status Bad(absl::string_view variable, absl::string_view value, absl::string_view should) {
-  return absl::InvalidArgumentError(
-      absl::StrCat(variable, "='", absl::CHexEscape(value), "': it should be ", should));
-}
-absl::Status Missing(absl::string_view variable, absl::string_view should) {
-  return absl::InvalidArgumentError(absl::StrCat(variable, " is not set: it should be ", should));
-}
+/// What a value in an error is called by.
+class Namer {
+ public:
+  explicit Namer(const Naming& naming) : naming_(naming) {}
+
+  std::string Name(absl::string_view variable) const {
+    return naming_ == nullptr ? std::string(variable) : naming_(variable);
+  }
+  /// Whether it goes by another name than the launcher gave it.
+  bool Renames(absl::string_view variable) const { return Name(variable) != variable; }
+  /// Of a Launch, whose fields need not come from a variable: "rank (RANK) 4", or "--rank=4".
+  std::string Value(absl::string_view what, absl::string_view variable, absl::string_view value) const {
+    return Renames(variable) ? absl::StrCat(Name(variable), "=", value)
+                             : absl::StrCat(what, " (", variable, ") ", value);
+  }
+  absl::Status Bad(absl::string_view variable, absl::string_view value, absl::string_view should) const {
+    return absl::InvalidArgumentError(
+        absl::StrCat(Name(variable), "='", absl::CHexEscape(value), "': it should be ", should));
+  }
+  absl::Status Missing(absl::string_view variable, absl::string_view should) const {
+    return absl::InvalidArgumentError(absl::StrCat(Name(variable), " is not set: it should be ", should));
+  }
+
+ private:
+  const Naming& naming_;
+};
 
 /// Reads variables and latches the first error, so that the code below reads straight on.
 class Reader {
  public:
-  explicit Reader(const Environment& environment) : environment_(environment) {}
+  Reader(const Environment& environment, const Naming& naming) : environment_(environment), named_(naming) {}
+
+  const Namer& named() const { return named_; }
 
   bool Has(absl::string_view variable) const { return environment_(variable).has_value(); }
 
@@ -41,12 +62,12 @@ class Reader {
     std::optional<std::string> text = environment_(variable);
     std::string should = absl::StrCat(what, ", a whole number from ", low, " to ", high);
     if (!text.has_value()) {
-      if (!fallback.has_value()) Latch(Missing(variable, should));
+      if (!fallback.has_value()) Latch(named_.Missing(variable, should));
       return fallback.value_or(low);
     }
     int value = low;
     if (!absl::SimpleAtoi(*text, &value) || value < low || value > high) {
-      Latch(Bad(variable, *text, should));
+      Latch(named_.Bad(variable, *text, should));
       return low;
     }
     return value;
@@ -55,7 +76,7 @@ class Reader {
   std::string Text(absl::string_view variable, absl::string_view what, std::string fallback) {
     std::optional<std::string> text = environment_(variable);
     if (!text.has_value()) return fallback;
-    if (text->empty()) Latch(Bad(variable, "", absl::StrCat(what, ", or not set at all")));
+    if (text->empty()) Latch(named_.Bad(variable, "", absl::StrCat(what, ", or not set at all")));
     return *text;
   }
 
@@ -66,6 +87,7 @@ class Reader {
 
  private:
   const Environment& environment_;
+  const Namer named_;
   absl::Status status_;
 };
 
@@ -95,8 +117,11 @@ bool Resolves(const std::string& host) {
 
 void ReadRanks(Reader& read, Launch& launch, absl::string_view rank, absl::string_view size,
                absl::string_view local_rank, absl::string_view local_size, absl::string_view launcher) {
-  launch.world_size = read.Number(size, 1, kMaxWorld, absl::StrCat("the number of ranks (", launcher, ")"));
-  launch.rank = read.Number(rank, 0, kMaxWorld - 1, absl::StrCat("this process's rank (", launcher, ")"));
+  const auto what = [&](absl::string_view variable, absl::string_view words) {
+    return read.named().Renames(variable) ? std::string(words) : absl::StrCat(words, " (", launcher, ")");
+  };
+  launch.world_size = read.Number(size, 1, kMaxWorld, what(size, "the number of ranks"));
+  launch.rank = read.Number(rank, 0, kMaxWorld - 1, what(rank, "this process's rank"));
   launch.local_rank = read.Number(local_rank, 0, kMaxWorld - 1, "the rank on this host", 0);
   launch.local_world_size = read.Number(local_size, 0, kMaxWorld, "the number of ranks on this host", 0);
 }
@@ -114,7 +139,8 @@ int ReadNodes(Reader& read) {
   if (!absl::SimpleAtoi(text.substr(0, colon), &low) ||
       !absl::SimpleAtoi(colon == std::string::npos ? text : text.substr(colon + 1), &high) || low != high ||
       low < 1 || low > kMaxWorld) {
-    read.Latch(Bad("PET_NNODES", text, "one whole number of nodes (a job has a fixed number of ranks)"));
+    read.Latch(read.named().Bad("PET_NNODES", text,
+                                "one whole number of nodes (a job has a fixed number of ranks)"));
     return 1;
   }
   return low;
@@ -231,7 +257,7 @@ void ReadKey(Reader& read, Launch& launch) {
   if (!path.empty()) {
     absl::StatusOr<std::string> key = ReadKeyFile(path);
     if (key.ok()) launch.key = *std::move(key);
-    read.Latch(base::Annotate(key.status(), "ATOLL_KEY_FILE"));
+    read.Latch(base::Annotate(key.status(), read.named().Name("ATOLL_KEY_FILE")));
   } else if (read.Has("ATOLL_KEY")) {
     launch.key = read.Text("ATOLL_KEY", "the job key", "");
     read.Latch(base::Annotate(CheckKey(launch.key), "ATOLL_KEY"));
@@ -243,7 +269,7 @@ void ReadTls(Reader& read, Launch& launch) {
   if (std::optional<base::TlsMode> known = base::ParseTlsMode(mode); known.has_value()) {
     launch.tls.mode = *known;
   } else if (!mode.empty()) {
-    read.Latch(Bad("ATOLL_TLS", mode, "none, psk or cert (--tls)"));
+    read.Latch(read.named().Bad("ATOLL_TLS", mode, "none, psk or cert"));
   }
   launch.tls.certificate_file = read.Text("ATOLL_TLS_CERT", "the path of a certificate", "");
   launch.tls.key_file = read.Text("ATOLL_TLS_KEY", "the path of its private key", "");
@@ -306,8 +332,8 @@ Environment ProcessEnvironment() {
   };
 }
 
-absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
-  Reader read(environment);
+absl::StatusOr<Launch> ParseLaunch(const Environment& environment, const Naming& naming) {
+  Reader read(environment, naming);
   Launch launch;
   launch.bind = read.Text("ATOLL_BIND", "an address or interface of this host", "");
   launch.coordinator_host =
@@ -336,7 +362,8 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment) {
   launch.given_name = read.Text("ATOLL_NAME", "this process's name", "");
   std::string limit = read.Text("ATOLL_JOIN_LIMIT", "a time such as 60s", "60s");
   if (!absl::ParseDuration(limit, &launch.join_limit) || !IsJoinLimit(launch.join_limit)) {
-    read.Latch(Bad("ATOLL_JOIN_LIMIT", limit, "a time above zero and at most 24h, such as 60s or 5m"));
+    read.Latch(
+        read.named().Bad("ATOLL_JOIN_LIMIT", limit, "a time above zero and at most 24h, such as 60s or 5m"));
   }
   ReadPorts(read, launch);
   ReadKey(read, launch);
@@ -350,30 +377,38 @@ bool OnOneHost(const Launch& launch) {
          IsLoopback(launch.coordinator_host);
 }
 
-absl::Status Finish(Launch& launch) {
+absl::Status Finish(Launch& launch, const Naming& naming) {
+  const Namer named(naming);
+  const auto refuse = [&named](absl::string_view what, absl::string_view variable, int value,
+                               absl::string_view should) {
+    return absl::InvalidArgumentError(absl::StrCat(named.Value(what, variable, absl::StrCat(value)), should));
+  };
   if (launch.world_size < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a world size (WORLD_SIZE) of ", launch.world_size, ": it should be at least 1"));
+    return refuse("the world size", "WORLD_SIZE", launch.world_size, ": it should be at least 1");
   }
+  const std::string in_world = absl::StrCat(
+      " in a world of ", launch.world_size,
+      named.Renames("WORLD_SIZE") ? absl::StrCat(", by ", named.Name("WORLD_SIZE")) : " (WORLD_SIZE)",
+      ": it should be from 0 to ");
   if (launch.rank < 0 || launch.rank >= launch.world_size) {
-    return absl::InvalidArgumentError(absl::StrCat("rank (RANK) ", launch.rank,
-                                                   " in a world (WORLD_SIZE) of ", launch.world_size,
-                                                   ": it should be from 0 to ", launch.world_size - 1));
+    return refuse("rank", "RANK", launch.rank, absl::StrCat(in_world, launch.world_size - 1));
   }
   if (launch.owners < 0 || launch.owners > launch.world_size) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(launch.owners, " owners (ATOLL_OWNERS) in a world (WORLD_SIZE) of ", launch.world_size,
-                     ": it should be from 0 to ", launch.world_size));
+    return refuse("the number of owners", "ATOLL_OWNERS", launch.owners,
+                  absl::StrCat(in_world, launch.world_size));
   }
   if (launch.coordinator_host.empty()) {
-    return absl::InvalidArgumentError(
-        "MASTER_ADDR is not set, nor does the launcher tell the host of rank 0: it should be a host name or "
-        "address (127.0.0.1 if all ranks are on one host)");
+    return absl::InvalidArgumentError(absl::StrCat(
+        named.Name("MASTER_ADDR"),
+        " is not set, nor does the launcher tell the host of rank 0: it should be ",
+        named.Renames("MASTER_ADDR") ? "HOST:PORT of rank 0 (127.0.0.1:29500 is taken only where --workers "
+                                       "or --world_size is given too)"
+                                     : "a host name or address (127.0.0.1 if all ranks are on one host)"));
   }
   // Port 0 is for a coordinator whose port the system chooses and that tells the others by other means.
   bool any_port = launch.is_coordinator() && !launch.agent_store;
   if (launch.coordinator_port < (any_port ? 0 : 1) || launch.coordinator_port > 65535) {
-    return absl::InvalidArgumentError(absl::StrCat("MASTER_PORT ", launch.coordinator_port,
+    return absl::InvalidArgumentError(absl::StrCat(named.Name("MASTER_PORT"), " ", launch.coordinator_port,
                                                    ": the coordinator's port should be from 1 to 65535"));
   }
   if (launch.port < 0 || launch.port_count < 1 || launch.port > 65535 ||
@@ -383,14 +418,17 @@ absl::Status Finish(Launch& launch) {
                                                    " in all: they should be from 1 to 65535"));
   }
   if (!IsJoinLimit(launch.join_limit)) {
-    return absl::InvalidArgumentError(
-        "the join limit (ATOLL_JOIN_LIMIT) should be above zero and at most 24h");
+    return absl::InvalidArgumentError(absl::StrCat("the join limit (", named.Name("ATOLL_JOIN_LIMIT"),
+                                                   ") should be above zero and at most 24h"));
   }
   launch.role = launch.rank < launch.owners ? Role::kOwner : Role::kWorker;
   int index = launch.role == Role::kOwner ? launch.rank : launch.rank - launch.owners;
   launch.name = launch.given_name.empty() ? absl::StrCat(RoleName(launch.role), index) : launch.given_name;
-  ATOLL_RETURN_IF_ERROR(CheckWord("the job's id (ATOLL_JOB)", launch.job, 128));
-  ATOLL_RETURN_IF_ERROR(CheckWord("the name (ATOLL_NAME)", launch.name, base::kMaxMemberNameBytes));
+  ATOLL_RETURN_IF_ERROR(CheckWord(
+      named.Renames("ATOLL_JOB") ? named.Name("ATOLL_JOB") : "the job's id (ATOLL_JOB)", launch.job, 128));
+  ATOLL_RETURN_IF_ERROR(
+      CheckWord(named.Renames("ATOLL_NAME") ? named.Name("ATOLL_NAME") : "the name (ATOLL_NAME)", launch.name,
+                base::kMaxMemberNameBytes));
   if (launch.bind.empty()) {
     if (!OnOneHost(launch)) launch.bind = AddressTowards(launch.coordinator_host, launch.coordinator_port);
     // Without a route yet (a name that resolves later), or on the coordinator's own host where its name means
@@ -399,30 +437,31 @@ absl::Status Finish(Launch& launch) {
       launch.bind = OnOneHost(launch) ? "127.0.0.1" : "0.0.0.0";
     }
   } else if (!OnOneHost(launch) && IsLoopback(launch.bind)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("ATOLL_BIND ", launch.bind, " cannot be reached from the coordinator's host ",
-                     launch.coordinator_host, ": it should be an address or interface of the network"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        named.Name("ATOLL_BIND"), " ", launch.bind, " cannot be reached from the coordinator's host ",
+        launch.coordinator_host, ": it should be an address or interface of the network"));
   }
   if (!launch.key.empty()) ATOLL_RETURN_IF_ERROR(CheckKey(launch.key));
   return base::CheckTlsOptions(launch.tls);
 }
 
-absl::StatusOr<Launch> LaunchFromEnvironment(const Environment& environment) {
-  ATOLL_ASSIGN_OR_RETURN(Launch launch, ParseLaunch(environment));
-  ATOLL_RETURN_IF_ERROR(Finish(launch));
+absl::StatusOr<Launch> LaunchFromEnvironment(const Environment& environment, const Naming& naming) {
+  ATOLL_ASSIGN_OR_RETURN(Launch launch, ParseLaunch(environment, naming));
+  ATOLL_RETURN_IF_ERROR(Finish(launch, naming));
   return launch;
 }
 
 absl::Status RequireOwnersAndWorkers(const Launch& launch) {
   if (launch.owners < 1) {
     return absl::InvalidArgumentError(
-        "the job has no owner: ATOLL_OWNERS (--owners) should say how many of its ranks are owners, at least "
+        "the job has no owner: --owners (ATOLL_OWNERS) should say how many of its ranks are owners, at least "
         "1");
   }
   if (launch.owners >= launch.world_size) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the job has no worker: all ", launch.world_size,
-        " ranks are owners (ATOLL_OWNERS, --owners); it should have at least one rank (WORLD_SIZE) more"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the job has no worker: --owners (ATOLL_OWNERS) makes ",
+                     launch.owners == 1 ? "its one rank" : absl::StrCat("all ", launch.owners, " ranks"),
+                     " owners; --workers, or --world_size (WORLD_SIZE), should say that there are more"));
   }
   return absl::OkStatus();
 }

@@ -54,6 +54,10 @@ struct Launch {
 using Environment = std::function<std::optional<std::string>(absl::string_view)>;
 Environment ProcessEnvironment();
 
+/// How errors call what a variable says: for a program whose flags lie over the environment "--rank", or
+/// "--rank (RANK)" where the flag was not given. Null: by the variable.
+using Naming = std::function<std::string(absl::string_view variable)>;
+
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (torchrun and Kubernetes;
 /// JOB_COMPLETION_INDEX stands in for RANK), or OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE, or
 /// SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_LAUNCH_NODE_IPADDR, or Kubeflow's
@@ -62,11 +66,12 @@ Environment ProcessEnvironment();
 /// ATOLL_OWNERS, ATOLL_JOB, ATOLL_NAME, ATOLL_BIND, ATOLL_PORTS, ATOLL_KEY_FILE, ATOLL_KEY, ATOLL_TLS, ATOLL_TLS_CERT,
 /// ATOLL_TLS_KEY, ATOLL_TLS_CA, ATOLL_JOIN_LIMIT. Each value that is missing or malformed is named in the error (InvalidArgument), with what it should be. Without any
 /// launcher's variables: one process, rank 0 of 1.
-absl::StatusOr<Launch> LaunchFromEnvironment(const Environment& environment = ProcessEnvironment());
+absl::StatusOr<Launch> LaunchFromEnvironment(const Environment& environment = ProcessEnvironment(),
+                                             const Naming& naming = nullptr);
 
 /// The first half of LaunchFromEnvironment, for a caller that sets fields before Finish: role, name, bind and
 /// coordinator_host may still be empty.
-absl::StatusOr<Launch> ParseLaunch(const Environment& environment);
+absl::StatusOr<Launch> ParseLaunch(const Environment& environment, const Naming& naming = nullptr);
 
 /// Fills `role` and `name` from rank and owners, and `bind` where it is empty: loopback if the job is on
 /// one host, else the local address that leads to the coordinator. Refuses with InvalidArgument what cannot
@@ -74,7 +79,7 @@ absl::StatusOr<Launch> ParseLaunch(const Environment& environment);
 /// with characters that do not belong there, a loopback address in a job of several hosts, a TLS mode without
 /// its files). May be called
 /// again after a change.
-absl::Status Finish(Launch& launch);
+absl::Status Finish(Launch& launch, const Naming& naming = nullptr);
 
 /// True if all ranks are known to run on this host: all are local, or the coordinator's address is loopback.
 bool OnOneHost(const Launch& launch);

@@ -51,7 +51,8 @@ enum class FlagGroup { kCommon, kOwner, kWorker };
 FlagGroup FlagGroupOf(absl::string_view name);
 
 /// The launch that the flags and, where they are silent, the environment describe; `role` (null: any) is what
-/// the program can be. Errors name the variable and the flag. Sets the log's level and name.
+/// the program can be. Errors name the flag, and the variable too where the flag was not
+/// given. Sets the log's level and name.
 struct FlaggedLaunch {
   Launch launch;
   std::unique_ptr<SharedKeyFile> key_file;  ///< Keep it while members may join; may be null.

@@ -8,6 +8,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/reflection.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -20,14 +21,24 @@
 #error "the build defines ATOLL_VERSION"
 #endif
 
-ABSL_FLAG(std::string, rank, "", "this process's rank, from 0; owners come first. Instead of RANK");
-ABSL_FLAG(std::string, world_size, "", "owners and workers together. Instead of WORLD_SIZE");
+ABSL_FLAG(
+    std::string, rank, "",
+    "this process's rank, from 0; owners come first. Instead of RANK; default: the launcher's, or 0 for an "
+    "atoll-server that is started by hand");
+ABSL_FLAG(
+    std::string, world_size, "",
+    "owners and workers together. Instead of WORLD_SIZE; default: --owners and --workers, or the launcher's");
 ABSL_FLAG(std::string, owners, "", "how many ranks are owners. Instead of ATOLL_OWNERS");
-ABSL_FLAG(std::string, workers, "", "how many ranks are workers: says --world_size together with --owners");
-ABSL_FLAG(std::string, coordinator, "",
-          "HOST:PORT of rank 0 ([V6]:PORT for IPv6), which listens there. Instead of MASTER_ADDR and "
-          "MASTER_PORT; default 127.0.0.1:29500");
-ABSL_FLAG(std::string, job, "", "the job's id: two jobs on one machine need two. Instead of ATOLL_JOB");
+ABSL_FLAG(std::string, workers, "", "how many ranks are workers; with --owners it makes --world_size");
+ABSL_FLAG(
+    std::string, coordinator, "",
+    "HOST:PORT of rank 0 ([V6]:PORT for IPv6), which listens there. Instead of MASTER_ADDR and "
+    "MASTER_PORT; default: 127.0.0.1:29500 where --workers or --world_size is given, else what the launcher "
+    "says");
+ABSL_FLAG(std::string, job, "",
+          "the job's id: two jobs on one machine need two. Instead of ATOLL_JOB; default: from the "
+          "launcher's id of "
+          "its run, or atoll where there is none");
 ABSL_FLAG(std::string, name, "",
           "this process's name, unique in the job. Instead of ATOLL_NAME; default owner0, "
           "worker0 ...");
@@ -136,6 +147,28 @@ void PrintHelp(const ProgramText& text) {
   PrintOut(out);
 }
 
+/// Which flag stands over which variable; errors name both.
+constexpr struct {
+  absl::string_view variable, flag;
+} kFlagsOfVariables[] = {
+    {"RANK", "rank"},
+    {"WORLD_SIZE", "world_size"},
+    {"MASTER_ADDR", "coordinator"},
+    {"MASTER_PORT", "coordinator"},
+    {"PET_MASTER_ADDR", "coordinator"},
+    {"PET_MASTER_PORT", "coordinator"},
+    {"ATOLL_OWNERS", "owners"},
+    {"ATOLL_JOB", "job"},
+    {"ATOLL_NAME", "name"},
+    {"ATOLL_BIND", "bind"},
+    {"ATOLL_KEY_FILE", "key_file"},
+    {"ATOLL_JOIN_LIMIT", "join_limit"},
+    {"ATOLL_TLS", "tls"},
+    {"ATOLL_TLS_CERT", "tls_cert"},
+    {"ATOLL_TLS_KEY", "tls_key"},
+    {"ATOLL_TLS_CA", "tls_ca"},
+};
+
 /// The environment with the flags laid over it, and which variables came from which flag.
 class Overlay {
  public:
@@ -150,16 +183,14 @@ class Overlay {
     const auto found = values_.find(std::string(variable));
     return found != values_.end() ? found->second : environment_(variable);
   }
-  /// Says in an error about a variable which flag gave it.
-  absl::Status Explain(const absl::Status& status) const {
-    std::string message(status.message());
-    for (const auto& [variable, flag] : flags_) {
-      if (absl::StrContains(message, variable)) {
-        absl::StrAppend(&message, "; ", variable, " was given by --", flag);
-        break;
-      }
+  /// What errors call a variable (Naming): the flag that gave it; "--rank (RANK)" where none did.
+  std::string Name(absl::string_view variable) const {
+    const auto given = flags_.find(std::string(variable));
+    if (given != flags_.end()) return absl::StrCat("--", given->second);
+    for (const auto& [known, flag] : kFlagsOfVariables) {
+      if (known == variable) return absl::StrCat("--", flag, " (", variable, ")");
     }
-    return absl::Status(status.code(), message);
+    return std::string(variable);
   }
 
  private:
@@ -193,13 +224,17 @@ absl::Status SetWorld(Overlay* overlay) {
   int owners = 0, workers = 0, world = 0;
   if (!workers_text.empty()) {
     if (!absl::SimpleAtoi(workers_text, &workers) || workers < 1 || workers > 1 << 20) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--workers='", workers_text, "': it should be a whole number, at least 1"));
+      return absl::InvalidArgumentError(absl::StrCat("--workers='", absl::CHexEscape(workers_text),
+                                                     "': it should be a whole number, at least 1"));
     }
     const std::optional<std::string> owners_text = overlay->Get("ATOLL_OWNERS");
-    if (!owners_text.has_value() || !absl::SimpleAtoi(*owners_text, &owners) || owners < 1 ||
-        owners > 1 << 20) {
-      return absl::InvalidArgumentError("--workers needs --owners, a whole number, at least 1");
+    if (!owners_text.has_value()) {
+      return absl::InvalidArgumentError("--workers needs --owners (ATOLL_OWNERS) beside it");
+    }
+    if (!absl::SimpleAtoi(*owners_text, &owners) || owners < 1 || owners > 1 << 20) {
+      return absl::InvalidArgumentError(absl::StrCat(overlay->Name("ATOLL_OWNERS"), "='",
+                                                     absl::CHexEscape(*owners_text),
+                                                     "': it should be a whole number, at least 1"));
     }
     const std::string world_text = absl::GetFlag(FLAGS_world_size);
     if (!world_text.empty() && (!absl::SimpleAtoi(world_text, &world) || world != owners + workers)) {
@@ -208,7 +243,11 @@ absl::Status SetWorld(Overlay* overlay) {
                                                      "--workers, which make ",
                                                      owners + workers));
     }
-    overlay->Set("WORLD_SIZE", absl::StrCat(owners + workers), "workers");
+    overlay->Set("WORLD_SIZE", absl::StrCat(owners + workers), "owners and --workers");
+  }
+  if (!absl::GetFlag(FLAGS_rank).empty() && !overlay->Get("WORLD_SIZE").has_value()) {
+    return absl::InvalidArgumentError(
+        "--rank needs to know of how many: --workers with --owners, or --world_size (WORLD_SIZE)");
   }
   // By hand, on one host, nothing but numbers needs to be given.
   const bool by_hand = !workers_text.empty() || !absl::GetFlag(FLAGS_world_size).empty();
@@ -219,12 +258,13 @@ absl::Status SetWorld(Overlay* overlay) {
 
 absl::Status SetLog(const Environment& environment) {
   std::string text = absl::GetFlag(FLAGS_log_level);
-  if (text.empty()) text = environment("ATOLL_LOG_LEVEL").value_or("warning");
+  const bool from_flag = !text.empty();
+  if (!from_flag) text = environment("ATOLL_LOG_LEVEL").value_or("warning");
   base::LogLevel level;
   if (!base::ParseLogLevel(text, &level)) {
-    return absl::InvalidArgumentError(absl::StrCat("ATOLL_LOG_LEVEL='", text,
-                                                   "' (--log_level): it should be debug, "
-                                                   "info, warning or error"));
+    return absl::InvalidArgumentError(absl::StrCat("--log_level", from_flag ? "" : " (ATOLL_LOG_LEVEL)", "='",
+                                                   absl::CHexEscape(text),
+                                                   "': it should be debug, info, warning or error"));
   }
   base::SetLogLevel(level);
   return absl::OkStatus();
@@ -243,9 +283,9 @@ absl::Status CheckOpenFiles(const Launch& launch) {
                                                  needed));
 }
 
-/// `use` gets the environment with the flags over it; its error is explained.
+/// `use` gets the environment with the flags over it, and what its errors call the variables.
 absl::Status WithOverlay(const Environment& environment, std::optional<Role> role,
-                         const std::function<absl::Status(const Environment&)>& use) {
+                         const std::function<absl::Status(const Environment&, const Naming&)>& use) {
   ATOLL_RETURN_IF_ERROR(SetLog(environment));
   Overlay overlay(environment);
   ATOLL_RETURN_IF_ERROR(SetCoordinator(&overlay));
@@ -266,9 +306,8 @@ absl::Status WithOverlay(const Environment& environment, std::optional<Role> rol
     overlay.Set("ATOLL_KEY_FILE", absl::GetFlag(FLAGS_key_file), "key_file");
     overlay.Hide("ATOLL_KEY");
   }
-  const Environment laid = [&overlay](absl::string_view variable) { return overlay.Get(variable); };
-  const absl::Status status = use(laid);
-  return status.ok() ? status : overlay.Explain(status);
+  return use([&overlay](absl::string_view variable) { return overlay.Get(variable); },
+             [&overlay](absl::string_view variable) { return overlay.Name(variable); });
 }
 
 }  // namespace
@@ -336,22 +375,23 @@ std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& te
 
 absl::StatusOr<Launch> PlacementFromFlags(const Environment& environment) {
   Launch launch;
-  ATOLL_RETURN_IF_ERROR(WithOverlay(environment, std::nullopt, [&](const Environment& laid) -> absl::Status {
-    ATOLL_ASSIGN_OR_RETURN(launch, LaunchFromEnvironment(laid));
+  const auto read = [&](const Environment& laid, const Naming& naming) -> absl::Status {
+    ATOLL_ASSIGN_OR_RETURN(launch, LaunchFromEnvironment(laid, naming));
     return RequireOwnersAndWorkers(launch);
-  }));
+  };
+  ATOLL_RETURN_IF_ERROR(WithOverlay(environment, std::nullopt, read));
   return launch;
 }
 
 absl::StatusOr<FlaggedLaunch> LaunchFromFlags(std::optional<Role> role, const Environment& environment) {
   FlaggedLaunch flagged;
-  ATOLL_RETURN_IF_ERROR(WithOverlay(environment, role, [&](const Environment& laid) -> absl::Status {
-    ATOLL_ASSIGN_OR_RETURN(flagged.launch, LaunchFromEnvironment(laid));
+  const auto read = [&](const Environment& laid, const Naming& naming) -> absl::Status {
+    ATOLL_ASSIGN_OR_RETURN(flagged.launch, LaunchFromEnvironment(laid, naming));
     const Launch& launch = flagged.launch;
     ATOLL_RETURN_IF_ERROR(RequireOwnersAndWorkers(launch));
     if (role.has_value() && launch.role != *role) {
       return absl::InvalidArgumentError(
-          absl::StrCat("rank (RANK) ", launch.rank, " is ",
+          absl::StrCat(naming("RANK"), "=", launch.rank, " is ",
                        launch.role == Role::kOwner ? "an owner's" : "a worker's", ": owners are ranks 0 to ",
                        launch.owners - 1, ", workers ", launch.owners, " to ", launch.world_size - 1,
                        launch.role == Role::kOwner ? "; atoll-server is the program of owners"
@@ -359,7 +399,8 @@ absl::StatusOr<FlaggedLaunch> LaunchFromFlags(std::optional<Role> role, const En
     }
     ATOLL_ASSIGN_OR_RETURN(flagged.key_file, EnsureJobKey(flagged.launch, laid));
     return CheckOpenFiles(launch);
-  }));
+  };
+  ATOLL_RETURN_IF_ERROR(WithOverlay(environment, role, read));
   base::SetLogName(flagged.launch.name);
   return flagged;
 }

@@ -269,13 +269,14 @@ TEST(Launch, WhatIsMissingOrMalformedIsNamed) {
   ExpectError(with("RANK", "two"), "RANK='two': it should be");
   ExpectError(with("RANK", ""), "RANK='': it should be");
   ExpectError(with("RANK", "-1"), "RANK='-1'");
-  ExpectError(with("RANK", "4"), "rank (RANK) 4 in a world (WORLD_SIZE) of 4: it should be from 0 to 3");
+  ExpectError(with("RANK", "4"), "rank (RANK) 4 in a world of 4 (WORLD_SIZE): it should be from 0 to 3");
   ExpectError(with("WORLD_SIZE", "0"), "WORLD_SIZE='0'");
   ExpectError(with("LOCAL_RANK", "x"), "LOCAL_RANK='x'");
   ExpectError(with("MASTER_PORT", "65536"), "MASTER_PORT='65536'");
   ExpectError(with("MASTER_PORT", "0"), "MASTER_PORT 0");
   ExpectError(with("MASTER_ADDR", ""), "MASTER_ADDR='': it should be the host of rank 0");
-  ExpectError(with("ATOLL_OWNERS", "5"), "5 owners (ATOLL_OWNERS) in a world (WORLD_SIZE) of 4");
+  ExpectError(with("ATOLL_OWNERS", "5"),
+              "the number of owners (ATOLL_OWNERS) 5 in a world of 4 (WORLD_SIZE)");
   ExpectError(with("ATOLL_OWNERS", "some"), "ATOLL_OWNERS='some'");
   ExpectError(with("ATOLL_JOB", "a/b"), "the job's id (ATOLL_JOB) 'a/b'");
   ExpectError(with("ATOLL_NAME", "a b"), "the name (ATOLL_NAME) 'a b'");

@@ -59,9 +59,9 @@ class WrongFlags(JobTest):
                       self.worker(f"--data={folder}", "--model=convnet"))
 
     def test_numbers_of_training(self):
-        self.assertIn("lr is -1", self.worker("--lr=-1"))
-        self.assertIn("beta2", self.worker("--beta2=1.5"))
-        self.assertIn("batch is 0", self.worker("--batch=0"))
+        self.assertIn("--lr is -1", self.worker("--lr=-1"))
+        self.assertIn("--beta2 is 1.5", self.worker("--beta2=1.5"))
+        self.assertIn("--batch is 0", self.worker("--batch=0"))
         self.assertIn("--threads=0", self.worker("--threads=0"))
         self.assertIn("did you mean --model", self.worker("--modle=mlp"))
 

@@ -113,7 +113,7 @@ class Refusals(TlsTest):
         right = self.certificates.flags()
         open_key = self.write("open.key", "x", 0o644)
         for given, *texts in (
-                (["--tls=yes"], "ATOLL_TLS='yes'", "none, psk or cert"),
+                (["--tls=yes"], "--tls='yes'", "none, psk or cert"),
                 (right[:3], "--tls_ca", "is not given"),
                 (["--tls=psk", right[1]], "--tls_cert", "for --tls=cert alone"),
                 ([right[1]], "--tls_cert", "for --tls=cert alone"),

@@ -101,7 +101,8 @@ TEST_F(Program, AnOwnerByHandIsRankZero) {
   const auto flagged = LaunchFromFlags(Role::kOwner, Env());
   ASSERT_TRUE(flagged.ok()) << flagged.status();
   EXPECT_EQ(flagged->launch.rank, 0);
-  EXPECT_THAT(Error(Role::kWorker), HasSubstr("RANK is not set"));
+  EXPECT_THAT(Error(Role::kWorker),
+              HasSubstr("--rank (RANK) is not set: it should be this process's rank, a"));
 }
 
 TEST_F(Program, FlagsWinOverTheEnvironment) {
@@ -132,11 +133,11 @@ TEST_F(Program, SaysWhichFlagOrVariableIsWrong) {
   environment_["RANK"] = "x";
   environment_["WORLD_SIZE"] = "4";
   environment_["MASTER_ADDR"] = "localhost";
-  EXPECT_THAT(Error(), AllOf(HasSubstr("RANK='x'"), Not(HasSubstr("--rank"))));
+  EXPECT_THAT(Error(), HasSubstr("--rank (RANK)='x': it should be this process's rank, a"));
   Parse({"--rank=y"});
-  EXPECT_THAT(Error(), AllOf(HasSubstr("RANK='y'"), HasSubstr("given by --rank")));
+  EXPECT_THAT(Error(), AllOf(HasSubstr("--rank='y'"), Not(HasSubstr("RANK"))));
   Parse({"--rank=1", "--owners=2"});
-  EXPECT_THAT(Error(Role::kWorker), HasSubstr("rank (RANK) 1 is an owner's: owners are ranks 0 to 1"));
+  EXPECT_THAT(Error(Role::kWorker), HasSubstr("--rank=1 is an owner's: owners are ranks 0 to 1"));
   Parse({"--owners=4"});
   EXPECT_THAT(Error(), HasSubstr("the job has no worker"));
   Parse({"--owners=2", "--workers=3", "--world_size=4"});
@@ -148,8 +149,48 @@ TEST_F(Program, SaysWhichFlagOrVariableIsWrong) {
     Parse({"--coordinator", wrong});
     EXPECT_THAT(Error(), HasSubstr("should be HOST:PORT")) << wrong;
   }
+  environment_["ATOLL_LOG_LEVEL"] = "quiet";
+  EXPECT_THAT(Error(), HasSubstr("--log_level (ATOLL_LOG_LEVEL)='quiet'"));
   Parse({"--log_level=loud"});
-  EXPECT_THAT(Error(), HasSubstr("'loud' (--log_level)"));
+  EXPECT_THAT(Error(), HasSubstr("--log_level='loud'"));
+}
+
+TEST_F(Program, NamesTheFlagsOfAJobByHand) {
+  EXPECT_THAT(Error(), HasSubstr("--owners (ATOLL_OWNERS) should say"));
+  Parse({"--owners=1"});
+  EXPECT_THAT(Error(), HasSubstr("--workers, or --world_size (WORLD_SIZE), should say"));
+  Parse({"--rank=1"});
+  EXPECT_THAT(Error(), HasSubstr("--workers with --owners, or --world_size"));
+  Parse({"--workers=2", "--rank=3"});
+  EXPECT_THAT(Error(),
+              HasSubstr("--rank=3 in a world of 3, by --owners and --workers: it should be from 0 to 2"));
+  Parse({"--rank=1"});
+  const std::pair<const char*, const char*> wrong[] = {
+      {"--owners=x", "--owners='x': it should be a whole number"},
+      {"--job=a/b", "--job 'a/b' should be of"},
+      {"--name=a b", "--name 'a b' should be of"},
+      {"--join_limit=5", "--join_limit='5'"},
+      {"--tls=on", "--tls='on'"}};
+  for (const auto& [flag, error] : wrong) {
+    absl::FlagSaver before;
+    Parse({flag});
+    EXPECT_THAT(Error(), HasSubstr(error));
+    EXPECT_THAT(Error(), Not(HasSubstr("ATOLL_")));
+  }
+}
+
+TEST_F(Program, SaysWhenTheCoordinatorMustBeNamed) {
+  environment_["RANK"] = "1";
+  environment_["WORLD_SIZE"] = "3";
+  Parse({"--owners=1"});
+  EXPECT_THAT(Error(), AllOf(HasSubstr("--coordinator (MASTER_ADDR) is not set"),
+                             HasSubstr("only where --workers or --world_size is given")));
+  Parse({"--world_size=3"});
+  EXPECT_EQ(Error(), "no error");
+  environment_["MASTER_PORT"] = "http";
+  EXPECT_THAT(Error(), HasSubstr("--coordinator (MASTER_PORT)='http'"));
+  Parse({"--coordinator=localhost:77"});
+  EXPECT_EQ(Error(), "no error");
 }
 
 TEST_F(Program, TooFewOpenFilesAreSaidWithTheNumberNeeded) {
@@ -194,14 +235,14 @@ TEST_F(Program, TlsIsNoneOrAKeyOrFiles) {
   environment_["ATOLL_TLS"] = "psk";
   EXPECT_EQ(LaunchFromFlags(std::nullopt, Env())->launch.tls.mode, base::TlsMode::kPsk);
   environment_["ATOLL_TLS"] = "on";
-  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS='on'"), HasSubstr("none, psk or cert")));
+  EXPECT_THAT(Error(), AllOf(HasSubstr("--tls (ATOLL_TLS)='on'"), HasSubstr("none, psk or cert")));
   environment_["ATOLL_TLS_CA"] = "ca.pem";
   Parse({"--tls=none"});
-  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS_CA (--tls_ca) is given"), HasSubstr("--tls=cert alone")));
+  EXPECT_THAT(Error(), AllOf(HasSubstr("--tls_ca (ATOLL_TLS_CA) is given"), HasSubstr("--tls=cert alone")));
   Parse({"--tls=cert"});
-  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS_CERT (--tls_cert) is not given")));
+  EXPECT_THAT(Error(), AllOf(HasSubstr("--tls_cert (ATOLL_TLS_CERT) is not given")));
   Parse({"--tls_cert=own.pem"});
-  EXPECT_THAT(Error(), AllOf(HasSubstr("ATOLL_TLS_KEY (--tls_key) is not given")));
+  EXPECT_THAT(Error(), AllOf(HasSubstr("--tls_key (ATOLL_TLS_KEY) is not given")));
   Parse({"--tls_key=own.key"});
   const auto flagged = LaunchFromFlags(std::nullopt, Env());
   ASSERT_TRUE(flagged.ok()) << flagged.status();
@@ -251,7 +292,7 @@ TEST(EndWithErrorTest, IsOneLineWhateverTheMessage) {
   EXPECT_EXIT(std::exit(EndWithError("p w0", absl::InternalError("a\nb"), kExitFailed)), ExitedWithCode(1),
               "^p w0: error: a b\n$");
   EXPECT_EXIT(std::exit(EndWithError("p", absl::InternalError(""), kExitUsage)), ExitedWithCode(2),
-              "^p: error: INTERNAL");
+              "^p: error: internal\n$");
 }
 
 /// A child that sets up signals as the programs do, says "ready" and then does `body`. Threads of the parent

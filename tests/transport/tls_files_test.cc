@@ -57,9 +57,9 @@ TEST_F(TlsFilesTest, RightFilesAreTaken) {
 }
 
 TEST_F(TlsFilesTest, MissingOrSuperfluousOnes) {
-  EXPECT_THAT(ErrorWith(&base::TlsOptions::certificate_file, ""), HasSubstr("ATOLL_TLS_CERT (--tls_cert)"));
-  EXPECT_THAT(ErrorWith(&base::TlsOptions::key_file, ""), HasSubstr("ATOLL_TLS_KEY (--tls_key)"));
-  EXPECT_THAT(ErrorWith(&base::TlsOptions::ca_file, ""), HasSubstr("ATOLL_TLS_CA (--tls_ca)"));
+  EXPECT_THAT(ErrorWith(&base::TlsOptions::certificate_file, ""), HasSubstr("--tls_cert (ATOLL_TLS_CERT)"));
+  EXPECT_THAT(ErrorWith(&base::TlsOptions::key_file, ""), HasSubstr("--tls_key (ATOLL_TLS_KEY)"));
+  EXPECT_THAT(ErrorWith(&base::TlsOptions::ca_file, ""), HasSubstr("--tls_ca (ATOLL_TLS_CA)"));
   for (base::TlsMode mode : {base::TlsMode::kNone, base::TlsMode::kPsk}) {
     base::TlsOptions options = options_;
     options.mode = mode;
