@@ -27,38 +27,55 @@ PR_SET_PDEATHSIG = 1
 STOP_LIMIT_S = 15  # For children to end in order after SIGTERM; a bit more than their --grace.
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """With the defaults of what has one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def arguments():
     parser = argparse.ArgumentParser(
         prog="./dev demo", description=__doc__.split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        formatter_class=HelpFormatter)
     parser.add_argument("--bin", default="build/release/bin", metavar="DIR",
                         help="where atoll-server and atoll-worker are")
-    parser.add_argument("--owners", type=int, default=2, help="owner processes")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--owners", type=int, default=2, metavar="N", help="owner processes")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes")
     parser.add_argument("--model", default="convnet", help="convnet, mlp or linear")
     parser.add_argument("--data", default="fashion-mnist",
-                        help="fashion-mnist, synthetic, or a folder of IDX files")
-    parser.add_argument("--policy", default="sync", choices=["sync", "async"])
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=0,
+                        help="fashion-mnist, synthetic, synthetic:N (N made-up images), or a folder of IDX files")
+    parser.add_argument("--policy", default="sync", choices=["sync", "async"],
+                        help="a step is the mean over all workers, or each worker's gradients are applied as they come")
+    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="how often every image is used")
+    parser.add_argument("--batch", type=int, default=0, metavar="N",
                         help="images a step of each worker; 0: 128 over all workers together")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--lr-decay", default="linear", choices=["none", "linear"])
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lr-decay", default="linear", choices=["none", "linear"],
+                        help="linear: from --lr at the first step to 0 after the last")
+    parser.add_argument("--seed", type=int, default=1, metavar="N",
+                        help="of the model's first values and of the order of images")
     parser.add_argument("--min-accuracy", type=float, default=None, metavar="FRACTION",
                         help="fail below it; unset: 0.88 on fashion-mnist, else 0")
     parser.add_argument("--json", metavar="FILE", help="write the facts of the table there")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS",
                         help="fail if it takes longer")
+    parser.add_argument("--check-arguments", action="store_true", help=argparse.SUPPRESS)  # And no more.
     args = parser.parse_args()
     for name in ("owners", "workers", "epochs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} should be at least 1")
+    if args.batch < 0:
+        parser.error("--batch should be at least 1, or 0 for 128 over all workers together")
+    if not args.limit > 0:
+        parser.error("--limit should be more than 0 seconds")
+    if args.min_accuracy is not None and not 0 <= args.min_accuracy <= 1:
+        parser.error("--min-accuracy should be a fraction, from 0 to 1")
     if args.batch == 0:
         args.batch = max(1, 128 // args.workers)
     if args.min_accuracy is None:
         args.min_accuracy = 0.88 if args.data == "fashion-mnist" else 0.0
-    for program in ("atoll-server", "atoll-worker"):
+    for program in () if args.check_arguments else ("atoll-server", "atoll-worker"):
         if not os.access(os.path.join(args.bin, program), os.X_OK):
             parser.error(f"{program} is not in {args.bin}: build first (./dev build), or name its folder with --bin")
     if args.json:
@@ -329,6 +346,8 @@ def judge(args, facts):
 
 def main():
     args = arguments()
+    if args.check_arguments:
+        return 0
     events, children = queue.Queue(), []
     folder = tempfile.mkdtemp(prefix="atoll-demo-")
     begin = time.monotonic()

@@ -28,6 +28,8 @@ class DevTest(unittest.TestCase):
         os.makedirs(os.path.join(self.tree, 'tools'))
         shutil.copy(os.path.join(ROOT, 'dev'), self.tree)
         shutil.copytree(os.path.join(ROOT, 'tools', 'dev'), os.path.join(self.tree, 'tools', 'dev'))
+        for name in ('demo.py', 'loopback.py'):
+            shutil.copy(os.path.join(ROOT, 'tools', name), os.path.join(self.tree, 'tools'))
         self.environment = dict(os.environ, PATH=f'{self.commands}:{os.environ["PATH"]}')
         for name in ('ATOLL_CUDA_HOME', 'ATOLL_SKIP_PACKAGES', 'ATOLL_OS_RELEASE'):
             self.environment.pop(name, None)
@@ -68,8 +70,15 @@ class DevTest(unittest.TestCase):
         given = os.path.join(self.folder.name, 'given-to-cmake')
         self.put('cmake', f'for a in "$@"; do echo "$a" >>{given}; [ "$b" != -B ] || : >"$a/build.ninja"; b=$a; done')
         self.put('ninja', 'exit 0')
-        self.put('ctest', 'echo "ctest $*"')
+        self.put('ctest', self.ctest_of(('unit', 'slow'), ('base_test', 'rref_test')))
         return given
+
+    @staticmethod
+    def ctest_of(labels, names):
+        """A ctest that knows these, and says how it was called to run them."""
+        listed = '; '.join(f'echo "  Test #{number}: {name}"' for number, name in enumerate(names, 1))
+        return (f'case "$*" in *--print-labels*) echo "All Labels:"; printf "  %s\\n" {" ".join(labels)} ;; '
+                f'*\ -N*) {listed} ;; *) echo "ctest $*" ;; esac')
 
     def said(self, *arguments, **options):
         done = self.dev(*arguments, **options)
@@ -93,9 +102,51 @@ class DevTest(unittest.TestCase):
         self.assertIn("'tset'", done.stderr)
 
     def test_unknown_options_are_refused_before_any_work(self):
+        self.put('dpkg-query', 'echo dpkg-query must not run >&2; exit 1')
         for command in ('build', 'test', 'check', 'setup'):
-            self.assertIn("unknown option '--fast'", self.refused(command, '--fast'))
+            self.assertIn(f"{command}: unknown option '--fast'", self.refused(command, '--fast'))
         self.assertIn('no other sanitizer', self.refused('test', '--asan', '--tsan'))
+        self.assertIn("no benchmark '--fast'", self.refused('bench', '--fast'))
+        for wrong in ('none', '0', '-1', '2x', ''):
+            self.assertIn('--repeat', self.refused('test', '--repeat', wrong))
+        for wrong, why in ((['--fast'], 'unrecognized arguments: --fast'), (['--owners=0'], '--owners should be at least 1'),
+                           (['--min-accuracy=88'], 'from 0 to 1'), (['--json', '/nowhere/x'], 'cannot write /nowhere/x')):
+            done = self.dev('demo', *wrong)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(why, done.stderr)
+
+    def test_every_command_has_help_and_does_nothing_else(self):
+        self.put('dpkg-query', 'echo dpkg-query must not run >&2; exit 1')
+        for command in ('setup', 'build', 'test', 'bench', 'check'):
+            for arguments in ([command, '--help'], [command, '-h']):
+                text = self.said(*arguments)
+                self.assertTrue(text.startswith(f'  ./dev {command} '), text)
+                self.assertEqual(text.count('./dev'), 1, text)
+        self.assertIn('--asan', self.said('build', 'atoll-server', '--help'))
+        self.assertIn('--min-accuracy', self.said('demo', '--help'))
+
+    def test_an_unknown_test_is_refused_before_the_build(self):
+        given = self.fake_build()
+        self.said('build', '--torch', self.fake_torch())
+        self.put('ninja', 'echo ninja must not run >&2; exit 1')
+        for unknown in ('nosuch', '(', 'base_tests'):
+            text = self.refused('test', unknown)
+            self.assertIn(f"no test has '{unknown}'", text)
+            self.assertIn('Labels: unit, slow', text)
+            self.assertIn('Tests: base_test, rref_test', text)
+        self.put('ctest', 'case "$*" in *--print-labels*) ;; *-LE*) echo "Total Tests: 0" ;; '
+                 '*) echo "  Test #1: soak" ;; esac')
+        self.assertIn('./dev test soak --all', self.refused('test', 'soak'))
+        self.assertTrue(os.path.exists(given))
+
+    def test_an_unknown_target_is_refused_before_the_build(self):
+        self.fake_build()
+        self.said('build', '--torch', self.fake_torch())
+        self.put('ninja', 'case "$*" in *query*rref_test) exit 0 ;; *query*) exit 1 ;; '
+                 '*targets*) printf "%s: phony\\n" edit_cache rref_test a/b all ;; *) echo "ninja $*" >&2 ;; esac')
+        text = self.refused('build', 'rref_test', 'rref_tset')
+        self.assertIn("no target 'rref_tset'", text)
+        self.assertRegex(text, r'     rref_test *\n$')
 
     def test_without_root_it_says_what_to_run(self):
         self.put('dpkg-query', NONE_INSTALLED)
@@ -153,7 +204,7 @@ class DevTest(unittest.TestCase):
     def test_too_little_disk(self):
         self.put('dpkg-query', ALL_INSTALLED)
         self.put('df', 'echo Filesystem; echo / 0 0 1000000 0 /')
-        self.assertRegex(self.refused('setup'), r'too little disk: .* needs about 6 GB')
+        self.assertRegex(self.refused('setup'), r'too little disk: .* needs about 4 GB')
 
     def test_no_compiler(self):
         self.environment['ATOLL_SKIP_PACKAGES'] = '1'
@@ -230,7 +281,7 @@ class DevTest(unittest.TestCase):
     def test_a_part_is_a_label_or_else_a_name(self):
         self.fake_build()
         # Much more than a pipe holds behind the label: whoever stops reading at it kills ctest.
-        self.put('ctest', 'case "$*" in *--print-labels*) echo "  unit"; seq 100000 ;; *) echo "ctest $*" ;; esac')
+        self.put('ctest', self.ctest_of(('unit', '$(seq 100000)'), ('rref_test',)))
         self.said('build', '--torch', self.fake_torch())
         self.assertIn('-L ^unit$', self.said('test', 'unit'))
         self.assertRegex(self.said('test', 'rref'), r'ctest .* -R rref\n')

@@ -7,7 +7,8 @@ while [ $# -gt 0 ]; do
   case $1 in
     --fix) fix=true ;;
     --tidy) [ $# -ge 2 ] || die "--tidy needs a commit to compare with."; base=$2; shift ;;
-    *) die "check: unknown option '$1' (./dev lists them)." ;;
+    --tidy=*) base=${1#*=} ;;
+    *) die "check: unknown option '$1' (./dev check --help lists them)." ;;
   esac
   shift
 done

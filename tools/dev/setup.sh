@@ -12,7 +12,7 @@ for arg in "$@"; do
   case $arg in
     --quiet) quiet=true ;;
     --check) check=true packages+=("${check_packages[@]}") ;;
-    *) die "setup: unknown option '$arg'." ;;
+    *) die "setup: unknown option '$arg' (it has --check alone: what ./dev check needs besides)." ;;
   esac
 done
 [ -n "$(remembered_torch)" ] || packages+=(python3-venv)
@@ -97,7 +97,7 @@ install_torch() {
   cat "${wanted[@]}" | cmp -s - $stamp && [ -e .venv/bin/python ] && return 0
   rm -f $stamp  # Until all of it is there again.
   compgen -G ".venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so" >/dev/null ||
-    need_disk 6 . "torch and a build"
+    need_disk 4 . "torch and a build"
   say setup "installing torch $TORCH_VERSION into .venv (850 MB to fetch at most)"
   # One that was interrupted has a python, but no pip.
   .venv/bin/python -m pip --version >/dev/null 2>&1 || logged venv /usr/bin/python3 -m venv --clear .venv ||

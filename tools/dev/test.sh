@@ -4,33 +4,45 @@
 
 take_sanitizers "$@"
 select=() part='' all=false
+unset repeat
 set -- "${REST[@]}"
 while [ $# -gt 0 ]; do
   case $1 in
     --all) all=true ;;
-    --repeat) [ $# -ge 2 ] || die "--repeat needs a number."; select+=(--repeat "until-fail:$2"); shift ;;
-    --repeat=*) select+=(--repeat "until-fail:${1#*=}") ;;
-    -*) die "test: unknown option '$1' (./dev lists them)." ;;
+    --repeat) [ $# -ge 2 ] || die "--repeat needs a number."; repeat=$2; shift ;;
+    --repeat=*) repeat=${1#*=} ;;
+    -*) die "test: unknown option '$1' (./dev test --help lists them)." ;;
     *) [ -z "$part" ] || die "test: one part at a time ('$part' or '$1'?)."; part=$1 ;;
   esac
   shift
 done
+if [ -n "${repeat+given}" ]; then
+  [[ $repeat =~ ^[1-9][0-9]*$ ]] || die "--repeat '$repeat': it should be a whole number, at least 1."
+  select+=(--repeat "until-fail:$repeat")
+fi
 
 tools/dev/setup.sh --quiet
+configure  # From here on the tests are known; what cannot be run is said before the build.
+$all || [ "$part" = slow ] || select+=(-LE '^slow$')
+if [ -n "$part" ]; then
+  # Not pipes: grep would end at its match, and ctest fail of that.
+  labels=$(ctest --test-dir "$BUILD" --print-labels | sed -n 's/^  //p')
+  tests=$(ctest --test-dir "$BUILD" -N | sed -n 's/^ *Test *#[0-9]*: //p')
+  if grep -qxF -- "$part" <<<"$labels"; then
+    select+=(-L "^$part\$")
+  elif grep -qE -- "$part" <<<"$tests" 2>/dev/null; then
+    select+=(-R "$part")
+  else
+    die "test: no test has '$part' in its name or as its label." "Labels: ${labels//$'\n'/, }" "Tests: ${tests//$'\n'/, }"
+  fi
+fi
+selected=$(ctest --test-dir "$BUILD" -N "${select[@]}")
+! grep -qx 'Total Tests: 0' <<<"$selected" ||
+  die "test: of '${part:-all}' there are only slow tests: ./dev test ${part:+$part }--all runs them."
+
 start=$SECONDS
 compile
 say test "built in $((SECONDS - start)) s"
-
-$all || [ "$part" = slow ] || select+=(-LE '^slow$')
-if [ -n "$part" ]; then
-  # Not a pipe: grep would end at its match, and ctest fail of that.
-  labels=$(ctest --test-dir "$BUILD" --print-labels)
-  if grep -qx " *$part" <<<"$labels"; then
-    select+=(-L "^$part\$")
-  else
-    select+=(-R "$part")
-  fi
-fi
 
 # What asks for too much memory gets an error, as without the sanitizer.
 export ASAN_OPTIONS=${ASAN_OPTIONS:-allocator_may_return_null=1}
