@@ -1,10 +1,8 @@
 // A first job of one's own: every worker fits the same line to its own noisy points; the optimizer's state is
-// on the owners. One owner and two workers on this machine:
+// on the owners. One owner and two workers on this machine, from the root of the tree:
 //
-//   atoll-server --owners=1 --workers=2 &
-//   export WORLD_SIZE=3 ATOLL_OWNERS=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
-//   RANK=1 ./first_job &
-//   RANK=2 ./first_job
+//   (export WORLD_SIZE=3 ATOLL_OWNERS=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
+//    build/release/bin/atoll-server & RANK=1 build/release/bin/first_job & RANK=2 build/release/bin/first_job; wait)
 #include <cstdio>
 
 #include <torch/torch.h>

@@ -97,34 +97,20 @@ class PackagingTest(unittest.TestCase):
                                                  env=clean_environment()))
 
     def test_the_readmes_own_job(self):
-        """The README's lines to install, and to build a job of one's own; then that job, with an installed owner."""
-        heading = 'A first job of your own'
+        """The README's block that installs Atoll, builds a job of one's own and runs it with an installed owner."""
+        pasted = [one for one in readme_test.blocks(readme_test.README, 'sh') if one.startswith(readme_test.INSTALL)]
+        self.assertEqual(len(pasted), 1)
         folder = os.path.join(self.folder.name, 'readme')
-        os.makedirs(os.path.join(folder, 'my_job'))
-        pathlib.Path(folder, 'my_job', 'CMakeLists.txt').write_text('\n'.join(readme_test.block(heading, 'cmake')))
-        shutil.copy(os.path.join(ROOT, 'examples/first_job/first_job.cc'), os.path.join(folder, 'my_job', 'my_job.cc'))
-        prefix = os.path.join(folder, 'prefix')
-        script = '\n'.join(readme_test.block(heading, 'sh'))
-        for there, here in (('build/release', arguments.build), ('/opt/atoll', prefix)):
-            self.assertIn(there, script)
-            script = script.replace(there, here)
-        run('bash', '-ec', script, cwd=folder)
-        port = free_port()
-        environment = {**readme_test.clean_environment(), 'WORLD_SIZE': '3', 'ATOLL_OWNERS': '1', 'ATOLL_JOB': f'own-{port}',
-                       'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'XDG_RUNTIME_DIR': folder}
-        environment.pop('LD_LIBRARY_PATH', None)
-        job = os.path.join(folder, 'my_job', 'build', 'my_job')
-        processes = [subprocess.Popen([program], env={**environment, 'RANK': str(rank)}, text=True, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT)
-                     for rank, program in enumerate((os.path.join(prefix, 'bin', 'atoll-server'), job, job))]
-        try:
-            outputs = [process.communicate(timeout=300)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for process, output in zip(processes, outputs):
-            self.assertEqual(process.returncode, 0, output)
-        self.assertIn('loss', outputs[1])
+        os.makedirs(folder)
+        environment = {'HOME': folder, 'XDG_RUNTIME_DIR': folder,
+                       'PATH': f'{os.path.dirname(shutil.which(arguments.cmake))}:{os.environ["PATH"]}'}
+        said = readme_test.paste(readme_test.make_clone(os.path.join(folder, 'clone'), arguments.build),
+                                 [pasted[0].replace('29500', str(free_port()))], environment)
+        self.assertIn('owner0: done', said)
+        self.assertIn('loss', said)
+        sums = re.findall(r'worker [01]: checksum ([0-9a-f]{8})', said)
+        self.assertEqual(len(sums), 2, said)
+        self.assertEqual(sums[0], sums[1], said)
 
     def test_every_installed_header_is_there_by_its_folder(self):
         root = os.path.join(self.prefix, 'include', 'atoll')
