@@ -459,9 +459,9 @@ absl::Status RequireOwnersAndWorkers(const Launch& launch) {
   }
   if (launch.owners >= launch.world_size) {
     return absl::InvalidArgumentError(
-        absl::StrCat("the job has no worker: --owners (ATOLL_OWNERS) makes ",
-                     launch.owners == 1 ? "its one rank" : absl::StrCat("all ", launch.owners, " ranks"),
-                     " owners; --workers, or --world_size (WORLD_SIZE), should say that there are more"));
+        absl::StrCat("the job has no worker: --owners (ATOLL_OWNERS) is ", launch.owners,
+                     ", as many as it has ranks; --workers, or "
+                     "--world_size (WORLD_SIZE), should say that there are more"));
   }
   return absl::OkStatus();
 }

@@ -111,6 +111,14 @@ std::string NearestFlag(absl::string_view name) {
   return best;
 }
 
+/// What the value of a flag that is not text should be.
+absl::string_view KindOf(const absl::CommandLineFlag& flag) {
+  if (flag.IsOfType<absl::Duration>()) return "a time, such as 500ms, 10s or 5m";
+  if (flag.IsOfType<bool>()) return "true or false";
+  if (flag.IsOfType<double>()) return "a number";
+  return flag.IsOfType<uint64_t>() ? "a whole number, at least 0" : "a whole number";
+}
+
 /// `text` in lines of at most 100 characters, each after `indent` blanks.
 std::string Wrap(absl::string_view text, size_t indent) {
   std::string out, line(indent, ' ');
@@ -365,8 +373,8 @@ std::vector<std::string> ParseFlags(int argc, char** argv, const ProgramText& te
     }
     std::string error;
     if (!flag->ParseFrom(value, &error)) {
-      UsageError(text, absl::StrCat("--", name, "='", value,
-                                    "' cannot be read as its value: ", error.empty() ? flag->Help() : error));
+      UsageError(text,
+                 absl::StrCat("--", name, "='", absl::CHexEscape(value), "': it should be ", KindOf(*flag)));
     }
     given.push_back(absl::StrCat("--", name, "=", value));
   }

@@ -11,7 +11,6 @@
 #include "absl/synchronization/notification.h"
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
-#include "atoll/base/text.h"
 
 namespace Atoll::transport {
 namespace {
@@ -212,8 +211,7 @@ void TransportContext::Refuse(const absl::Status& status, const SocketAddress& a
   if (IsNewsOnLoop(status, address)) {
     ATOLL_LOG(kWarning) << "refused a connection from " << address.ToString() << ": " << status.message();
   } else {
-    ATOLL_LOG(kDebug) << "refused a connection from " << address.ToString() << ": "
-                      << base::ErrorText(status);
+    ATOLL_LOG(kDebug) << "refused a connection from " << address.ToString() << ": " << status.message();
   }
 }
 

@@ -30,6 +30,10 @@ for ending in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ending, signal.SIG_DFL)
 
 HANG_LIMIT_S = float(os.environ.get("ATOLL_TEST_HANG_LIMIT", "240"))
+# How a status or a measured duration prints itself.
+RAW = re.compile(r"\[atoll/|\b(CANCELLED|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|"
+                 r"RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|INTERNAL|UNAVAILABLE|DATA_LOSS|"
+                 r"UNAUTHENTICATED): |\d\.\d{4,}[mµn]?s\b")
 _PRCTL = ctypes.CDLL(None).prctl
 
 
@@ -100,6 +104,8 @@ class Process:
             raise AssertionError(f"{self.name} hangs\n" + self.transcript()) from None
         with self._changed:
             self._changed.wait_for(lambda: self._open == 0, timeout=HANG_LIMIT_S)
+        if raw := RAW.search(self.err):  # Whatever it says, it says to people.
+            raise AssertionError(f"'{raw[0]}' is for programs\n" + self.transcript())
         return code
 
     def signal(self, number):

@@ -67,8 +67,12 @@ TEST_F(Program, ReadsFlagsInEveryForm) {
 TEST_F(Program, WrongCommandLinesEndWithTwoAndSayWhy) {
   EXPECT_EXIT(Parse({"--worker=3"}), ExitedWithCode(2), "no flag --worker; did you mean --workers");
   EXPECT_EXIT(Parse({"--zzzzzzzzzzzz"}), ExitedWithCode(2), "no flag --zzzzzzzzzzzz \\(see --help\\)");
-  EXPECT_EXIT(Parse({"--port=many"}), ExitedWithCode(2), "--port='many' cannot be read");
-  EXPECT_EXIT(Parse({"--lease=5 apples"}), ExitedWithCode(2), "--lease='5 apples'");
+  EXPECT_EXIT(Parse({"--port=many"}), ExitedWithCode(2), "--port='many': it should be a whole number \\(see");
+  EXPECT_EXIT(Parse({"--lease=5 apples"}), ExitedWithCode(2),
+              "--lease='5 apples': it should be a time, such as");
+  EXPECT_EXIT(Parse({"--lease=5"}), ExitedWithCode(2),
+              "--lease='5': it should be a time, such as 500ms, 10s");
+  EXPECT_EXIT(Parse({"--cma=maybe"}), ExitedWithCode(2), "--cma='maybe': it should be true or false");
   // As "--key_file=$KEY" gives where there is no $KEY: not the same as no flag.
   EXPECT_EXIT(Parse({"--key_file="}), ExitedWithCode(2), "--key_file has an empty value: leave the flag out");
   EXPECT_EXIT(Parse({"--workers"}), ExitedWithCode(2), "--workers has no value");
