@@ -81,9 +81,9 @@ class Demo(JobTest):
         self.assertNotIn("\r", demo.out)
 
     def test_too_low_an_accuracy_fails(self):
-        demo = self.demo("--epochs", "1", "--min-accuracy", "1.01", "--owners", "1", "--workers", "1")
+        demo = self.demo("--epochs", "1", "--lr", "0", "--min-accuracy", "0.99", "--owners", "1", "--workers", "1")
         self.expect_code(demo, 1)
-        self.assertIn("is below 1.01", demo.err)
+        self.assertIn("is below 0.99", demo.err)
 
     def test_what_a_worker_says_is_passed_on(self):
         demo = self.start("demo", [sys.executable, DEMO, "--bin", BIN, "--data", "/nowhere/data"])
