@@ -77,6 +77,31 @@ class Link {
     }
     std::move(on_ended)(status);
   }
+  /// Runs `on_hung_up` once, on the loop, when the peer has hung up the first connection behind bytes that nobody
+  /// reads: what they are may never be known, if the pipe cannot be completed any more. Not kept if it has happened.
+  void OnHungUp(absl::AnyInvocable<void()> on_hung_up) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!hung_up_) {
+        on_hung_up_ = std::move(on_hung_up);
+        return;
+      }
+    }
+    std::move(on_hung_up)();
+  }
+  void HangUp() {
+    absl::AnyInvocable<void()> on_hung_up;
+    {
+      absl::MutexLock lock(&mu_);
+      hung_up_ = true;
+      on_hung_up = std::exchange(on_hung_up_, nullptr);
+    }
+    if (on_hung_up) std::move(on_hung_up)();
+  }
+  bool hung_up() const {
+    absl::MutexLock lock(&mu_);
+    return hung_up_;
+  }
   /// Empty until settled, constant from then on.
   DevicePairs pairs() const {
     absl::MutexLock lock(&mu_);
@@ -89,6 +114,8 @@ class Link {
   std::optional<absl::Status> settled_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::Status> ended_ ABSL_GUARDED_BY(mu_);
   absl::AnyInvocable<void(absl::Status)> on_ended_ ABSL_GUARDED_BY(mu_);
+  bool hung_up_ ABSL_GUARDED_BY(mu_) = false;
+  absl::AnyInvocable<void()> on_hung_up_ ABSL_GUARDED_BY(mu_);
   DevicePairs pairs_ ABSL_GUARDED_BY(mu_);
   absl::AnyInvocable<void(absl::Status)> on_settled_ ABSL_GUARDED_BY(mu_);
 };

@@ -81,6 +81,28 @@ PipeImpl::PipeImpl(std::shared_ptr<const PipeShared> shared, std::shared_ptr<ten
       });
     });
   });
+  // While one is being established, nothing reads what came behind the brochure: its end is not seen by reading.
+  state_->link->OnHungUp([weak = std::weak_ptr<State>(state_)] {
+    if (auto state = weak.lock()) state->WatchHungUp();
+  });
+}
+
+void PipeImpl::State::WatchHungUp() {
+  shared->engine->loop->Defer([weak = weak_from_this(), loop = shared->engine->loop.get()] {
+    // Not at once: its further connections may lie at the door, whole, though it has hung up.
+    loop->At(loop->Now() + kEndGrace, [weak] {
+      if (auto state = weak.lock()) state->EndIfNotUp();
+    });
+  });
+}
+
+void PipeImpl::State::EndIfNotUp() {
+  {
+    absl::MutexLock lock(&mu);
+    if (up || (reading != Reading::kDescriptor && writes.empty())) return;
+  }
+  (void)Latch(absl::UnavailableError("the peer closed the pipe before all its connections were there"));
+  pipe->close();
 }
 
 PipeImpl::~PipeImpl() {
@@ -156,12 +178,13 @@ absl::StatusOr<tensorpipe::Message> PipeImpl::Convert(const State& state, Messag
   return converted;
 }
 
-PipeImpl::WriteDone PipeImpl::State::TakeWrite(uint64_t id) {
+PipeImpl::WriteDone PipeImpl::State::TakeWrite(uint64_t id, bool succeeded) {
   absl::MutexLock lock(&mu);
   auto found = writes.find(id);
   if (found == writes.end()) return nullptr;
   WriteDone done = std::move(found->second);
   writes.erase(found);
+  if (succeeded) up = true;
   return done;
 }
 
@@ -183,7 +206,7 @@ void PipeImpl::Write(Message message, absl::AnyInvocable<void(absl::Status)> don
   try {
     UsersCall users_call(*state_->shared->engine);
     state_->pipe->write(*std::move(converted), [state = state_, id](const tensorpipe::Error& error) {
-      WriteDone done = state->TakeWrite(id);
+      WriteDone done = state->TakeWrite(id, /*succeeded=*/!error);
       if (done) std::move(done)(error ? state->Latch(error) : absl::OkStatus());
     });
   } catch (...) {
@@ -191,9 +214,10 @@ void PipeImpl::Write(Message message, absl::AnyInvocable<void(absl::Status)> don
     // another pipe, which TensorPipe ran here. The loop tells the endpoint, as if it had been thrown there.
     state_->shared->engine->loop->Defer(
         [error = std::current_exception()] { std::rethrow_exception(error); });
-    WriteDone left = state_->TakeWrite(id);
+    WriteDone left = state_->TakeWrite(id, /*succeeded=*/false);
     if (left) std::move(left)(state_->Latch(absl::InternalError("TensorPipe threw in write")));
   }
+  if (state_->link->hung_up()) state_->WatchHungUp();
 }
 
 void PipeImpl::State::CallOnLoop(absl::AnyInvocable<void()> call) {
@@ -233,6 +257,7 @@ void PipeImpl::ReadDescriptor(absl::AnyInvocable<void(absl::StatusOr<Descriptor>
       state->OnDescriptor(error, std::move(descriptor));
     });
   });
+  if (state_->link->hung_up()) state_->WatchHungUp();
 }
 
 void PipeImpl::State::OnDescriptor(const tensorpipe::Error& tensorpipe_error,
@@ -255,6 +280,7 @@ void PipeImpl::State::OnDescriptor(const tensorpipe::Error& tensorpipe_error,
   {
     absl::MutexLock lock(&mu);
     if (given_up) return;
+    up |= result.ok();
     const bool announces = result.ok() && !result->tensors.empty();
     reading = announces ? Reading::kAnnounced : Reading::kIdle;
     if (announces) announced = result->tensors;

@@ -82,6 +82,7 @@ class PipeImpl final : public Pipe {
     absl::Mutex mu;
     absl::Status error ABSL_GUARDED_BY(mu);  // The first one.
     bool given_up ABSL_GUARDED_BY(mu) = false;
+    bool up ABSL_GUARDED_BY(mu) = false;  // All its connections are there: something has come through.
     enum class Reading {
       kIdle,
       kDescriptor,
@@ -100,6 +101,9 @@ class PipeImpl final : public Pipe {
     absl::Status Latch(absl::Status status);
     /// The first connection has ended: ends the pipe unless tensors are still to be read.
     void EndIfWaiting(const absl::Status& status);
+    /// The peer has hung up the first connection: in a while ends the pipe if it is not up and somebody waits for it.
+    void WatchHungUp();
+    void EndIfNotUp();
     void GiveUpOnLoop(const absl::Status& status) override;
     absl::StatusOr<tensorpipe::Buffer> Wrap(const Buffer& buffer) const;
     /// Calls into TensorPipe on the loop.
@@ -107,7 +111,7 @@ class PipeImpl final : public Pipe {
     /// Whether a user's callback may run here and now: on the loop, and not inside a user's call.
     bool MayCallBack() const;
     /// Null if it is gone already.
-    WriteDone TakeWrite(uint64_t id);
+    WriteDone TakeWrite(uint64_t id, bool succeeded);
     void OnDescriptor(const tensorpipe::Error& error, tensorpipe::Descriptor descriptor);
     void OnRead(const tensorpipe::Error& error);
   };

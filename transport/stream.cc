@@ -260,23 +260,32 @@ void Stream::PumpReads() {
   receive_fd_.reset();
   const bool look = reads_.empty() && hung_up_ && attached_ && !failed_;
   mu_.Unlock();
-  if (look && loop_.InLoop() && HungUpAndEmpty())
-    failure = absl::UnavailableError("the peer closed the connection");
-  if (!failure.ok()) Fail(std::move(failure), /*local=*/false);
+  if (!failure.ok()) {
+    Fail(std::move(failure), /*local=*/false);
+  } else if (look && loop_.InLoop()) {
+    LookAtEndOnLoop();
+  }
   if (yield) loop_.Defer([self = shared_from_this()] { self->PumpReads(); });
 }
 
-bool Stream::HungUpAndEmpty() {
+void Stream::LookAtEndOnLoop() {
   std::shared_ptr<Fd> fd;
+  bool unread;
   {
     absl::MutexLock lock(&mu_);
-    if (receiving_ || failed_ || !stash_.empty() || ahead_begin_ != ahead_end_) return false;
+    if (receiving_ || failed_ || !reads_.empty()) return;
+    unread = !stash_.empty() || ahead_begin_ != ahead_end_;
     fd = fd_;
   }
-  if (tls_ != nullptr) return tls_->AtEnd(fd->get());
-  char byte;
-  const ssize_t got = recv(fd->get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-  return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+  if (!unread && tls_ != nullptr) {
+    unread = !tls_->AtEnd(fd->get());
+  } else if (!unread) {
+    char byte;
+    const ssize_t got = recv(fd->get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    unread = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+  }
+  if (!unread) return Fail(absl::UnavailableError("the peer closed the connection"), /*local=*/false);
+  if (on_unread_) std::exchange(on_unread_, nullptr)();
 }
 
 size_t Stream::TakeAhead(char* into, size_t bytes) {

@@ -57,6 +57,9 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   void Close(absl::Status status);
   /// Told once, when it ends, with the reason; on the loop, in the failing thread, or now if it has ended.
   void OnEnd(absl::AnyInvocable<void(const absl::Status&)> on_end);
+  /// Told once, on the loop, when the peer has hung up behind bytes that nobody reads (that is no end: somebody may
+  /// still read them). Set on the loop.
+  void OnUnread(std::function<void()> on_unread) { on_unread_ = std::move(on_unread); }
 
   void OnEventsOnLoop(uint32_t events) override;
 
@@ -87,7 +90,8 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   Step Receive(char* into, size_t bytes, size_t* got, size_t* budget, absl::Status* failure);
   size_t TakeAhead(char* into, size_t bytes);
   void DeliverFrame();
-  bool HungUpAndEmpty();
+  /// The peer has hung up, and nobody reads: fails the stream if nothing is left to read, else tells who asked.
+  void LookAtEndOnLoop();
   ssize_t SendParts(Fd& fd, const iovec* parts, size_t count);
   ssize_t ReceiveParts(const iovec* parts, size_t count);
   /// What an errno of these two means.
@@ -124,6 +128,8 @@ class Stream : public Loop::Handler, public std::enable_shared_from_this<Stream>
   std::deque<std::string> stash_ ABSL_GUARDED_BY(mu_);
   bool receiving_ ABSL_GUARDED_BY(mu_) = false;
   bool readable_ ABSL_GUARDED_BY(mu_) = false;  // Changed on the loop alone, as only the loop receives.
+
+  std::function<void()> on_unread_;  // Loop only.
 
   // The receiver's own.
   static constexpr size_t kAheadBytes = 64 << 10;

@@ -302,6 +302,7 @@ absl::Status TransportContext::OnBrochure(const std::shared_ptr<Arrival>& arriva
                                               arrival->address.ToString(), /*initiated=*/false});
   link->Settle(*std::move(pairs));
   arrival->stream->OnEnd([link](const absl::Status& status) { link->End(status); });
+  arrival->stream->OnUnread([link] { link->HangUp(); });
   // TensorPipe hands on the name in the first frame as its pipe's remote name: ours, not the peer's, so
   // that the pipe finds its link and nobody can claim another's.
   std::string name;
@@ -313,8 +314,7 @@ absl::Status TransportContext::OnBrochure(const std::shared_ptr<Arrival>& arriva
   tensorpipe::NopHolder<tensorpipe::Packet> packet;
   packet.getObject().Become(packet.getObject().index_of<tensorpipe::SpontaneousConnection>());
   packet.getObject().get<tensorpipe::SpontaneousConnection>()->contextName = name;
-  arrival->first_frame = EncodeFrame(packet);
-  arrival->stream->Stash(std::exchange(arrival->first_frame, std::string()));
+  arrival->stream->Stash(EncodeFrame(packet));
   arrival->first_frame = std::string(frame);
   Deliver(arrival, std::move(link));
   return absl::OkStatus();

@@ -166,6 +166,38 @@ TEST_P(PipeTest, WritesBeforeTheCloseArrive) {
   EXPECT_TRUE(absl::IsUnavailable(last.status())) << last.status();
 }
 
+// Its first connection has carried a message, and the further ones never come: the message cannot be delivered, and
+// what waits here is told so.
+TEST_P(PipeTest, AWriteAndACloseBeforeThePipeIsUpEndTheReader) {
+  for (bool announced : {false, true}) {
+    std::vector<std::string> tensors;
+    if (announced) tensors.push_back(Pattern(1000, 1));
+    base::Promise<base::Unit> written, closed;
+    client_->endpoint().Connect(server_->endpoint().addresses(), server_->id(), Lane::kControl, kLimit,
+                                [&](absl::StatusOr<std::shared_ptr<Pipe>> pipe) {
+                                  ASSERT_TRUE(pipe.ok()) << pipe.status();
+                                  // On the loop, which is to open the further connections: so they are not there.
+                                  (*pipe)->Write(MessageOf("once", tensors),
+                                                 [written](absl::Status) { written.Set(base::Unit()); });
+                                  (*pipe)->Close(absl::CancelledError("done"));
+                                  closed.Set(base::Unit());
+                                });
+    ASSERT_TRUE(closed.future().Wait(kLimit).ok());
+    auto far = server_->Accepted();
+    ASSERT_NE(far, nullptr);
+    auto write = StartWrite(*far, {"to nobody", {}, {}});
+    if (announced) {
+      const absl::Status status = write.Wait(kLimit).status();  // Without a reader, too.
+      EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    }
+    auto first = ReadDescriptor(*far);
+    EXPECT_TRUE(absl::IsUnavailable(first.status())) << first.status();
+    EXPECT_TRUE(absl::StrContains(first.status().message(), client_->id().name)) << first.status();
+    EXPECT_FALSE(absl::IsDeadlineExceeded(write.Wait(kLimit).status()));
+    EXPECT_TRUE(written.future().Wait(kLimit).ok());
+  }
+}
+
 TEST_P(PipeTest, CloseEndsEverythingWithItsReason) {
   Connect();
   auto descriptor = StartReadDescriptor(*near_);
