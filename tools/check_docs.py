@@ -3,7 +3,11 @@
 
 Usage: check_docs.py ROOT
 Looks at every *.md of the tree: relative links and their #fragments; `paths/of/the/tree.cc` in backticks
-(also `folder/name_core`, without its suffix); `./dev COMMAND`.
+(also `folder/name_core`, without its suffix); `./dev COMMAND`. In docs/scenarios/*.md also the rows of the tables,
+`| 12 | what holds | proof |` below `| scenario | ...`: a number comes once, and the proof is one or more tests that
+exist, separated by <br> (`tests/rpc/x_test.cc: Suite.Name`, `tests/integration/x_test.py: test_name`), or begins
+with "not here: " or "later: ", and says why; a comment `Scenario rpc 12.` of a test has its row in
+docs/scenarios/rpc.md.
 """
 import glob
 import os
@@ -15,6 +19,10 @@ LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
 CODE = re.compile(r'`([^`\n]+)`')
 TREE_PATH = re.compile(r'^[a-z_.]+(/[A-Za-z0-9_.*-]+)+/?$')
 DEV = re.compile(r'\./dev ([a-z]+)')
+SCENARIOS = 'docs/scenarios/'
+ROW = re.compile(r'^\| *(\d+) *\|(.*)\|\s*$')
+PROOF = re.compile(r'^`?(tests/[\w./-]+): *(\w+)(?:\.(\w+))?`?$')
+COMMENT = re.compile(r'^ *(?://|#) Scenarios? (\w+) ([\d, and]+)[.:]', re.M)
 
 
 def slug(heading):
@@ -53,6 +61,58 @@ def check(root, name, commands):
                 yield f'{where}: ./dev has no command {command}'
 
 
+def has_test(text, first, second):
+    """Whether a file with `text` has the test `first`.`second` of GoogleTest, or of Python (`second` may be None)."""
+    if re.search(rf'^(?:TYPED_)?TEST(?:_[FP])?\(\s*{first},\s*{second}\s*\)', text, re.M):
+        return True
+    found = re.search(rf'^\s*(?:async )?def {second or first}\(', text, re.M) and (second or first).startswith('test')
+    return bool(found and (second is None or re.search(rf'^class {first}\b', text, re.M)))
+
+
+def check_rows(root, name):
+    """The rows of a document of scenarios."""
+    seen = set()
+    for number, line in enumerate(open(os.path.join(root, name)), 1):
+        row = ROW.match(line)
+        if not row:
+            if line.startswith('|') and not re.match(r'^\| *(scenario *\||-)', line):
+                yield f'{name}:{number}: a row should begin with the number of its scenario'
+            continue
+        where = f'{name}:{number}: scenario {row[1]}'
+        if row[1] in seen:
+            yield f'{where} comes twice'
+        seen.add(row[1])
+        cells = row[2].split('|')
+        proof = cells[-1].strip()
+        if len(cells) != 2 or not cells[0].strip():
+            yield f'{where}: a row is | number | what holds | proof |'
+        elif not re.match(r'(not here|later): \S', proof):
+            for part in proof.split('<br>'):
+                test = PROOF.match(part.strip())
+                path = test and os.path.join(root, test[1])
+                if not test:
+                    yield (f"{where}: '{part.strip()}' is no 'tests/folder/file_test.cc: Suite.Name', nor a reason "
+                           "('not here: ...', 'later: ...')")
+                elif not os.path.isfile(path):
+                    yield f'{where}: {test[1]} is not in the tree'
+                elif not has_test(open(path).read(), test[2], test[3]):
+                    yield f'{where}: {test[1]} has no test {part.strip().partition(":")[2].strip()}'
+
+
+def check_comments(root):
+    """Tests that say of which scenario they are."""
+    for path in sorted(glob.glob(os.path.join(root, 'tests/**/*'), recursive=True)):
+        if not path.endswith(('.cc', '.h', '.py')):
+            continue
+        for table, numbers in COMMENT.findall(open(path).read()):
+            document = os.path.join(root, SCENARIOS, table + '.md')
+            rows = re.findall(r'^\| *(\d+) *\|', open(document).read(), re.M) if os.path.exists(document) else []
+            for number in re.findall(r'\d+', numbers):
+                if number not in rows:
+                    yield (f'{os.path.relpath(path, root)}: scenario {table} {number} has no row in '
+                           f'{SCENARIOS}{table}.md')
+
+
 def main():
     root = sys.argv[1]
     listed = subprocess.run(['git', '-C', root, 'ls-files', '--cached', '--others', '--exclude-standard', '--',
@@ -62,6 +122,9 @@ def main():
     for name in listed:
         if os.path.exists(os.path.join(root, name)):
             errors += check(root, name, commands)
+            if name.startswith(SCENARIOS):
+                errors += check_rows(root, name)
+    errors += check_comments(root)
     print('\n'.join(errors) or f'{len(listed)} documents')
     sys.exit(bool(errors))
 

@@ -71,6 +71,7 @@ TEST_P(BatcherTest, APartOfABatchGoesWhenItsTimeIsUp) {
   }
 }
 
+// Scenario batch_rpc 2.
 TEST_P(BatcherTest, FortyWaitOnOneAnswerAndHoldNoThread) {
   Serve({.size = 41, .delay = absl::InfiniteDuration()}, Count);
   ServeEcho(*b_);

@@ -85,6 +85,7 @@ TEST_P(OperatorsTest, TheCallersTensorIsItsOwn) {
   }
 }
 
+// Scenario rpc 8.
 TEST_P(OperatorsTest, ErrorsAreTheOperatorsOwn) {
   ASSERT_TRUE(ServeOperators(b_).ok());
   ExpectError(Call("b", "aten::add.Tensor", {at::ones({10}), at::ones({5})}), absl::StatusCode::kInternal,
