@@ -393,8 +393,8 @@ absl::Status MembershipClient::WaitForCount(int count, absl::Duration limit) {
   if (!absl::IsDeadlineExceeded(status)) return status;
   const std::vector<MemberInfo> members = Members();
   return absl::DeadlineExceededError(absl::StrCat("fewer than ", count, " members came within ",
-                                                  base::DurationText(limit), ": there are ", members.size(), ", ",
-                                                  JoinNames(members)));
+                                                  base::DurationText(limit), ": there are ", members.size(),
+                                                  ", ", JoinNames(members)));
 }
 
 absl::Status MembershipClient::WaitForAll(absl::Duration limit) {
