@@ -239,8 +239,9 @@ void ReadPorts(Reader& read, Launch& launch) {
   if (!absl::SimpleAtoi(text.substr(0, dash), &first) ||
       !absl::SimpleAtoi(range ? text.substr(dash + 1) : text, &last) || first < (range ? 1 : 0) ||
       last < first || last > 65535) {
-    read.Latch(Bad("ATOLL_PORTS", text,
-                   "a port from 1 to 65535, a range of them such as 7000-7010, or 0 for any free one"));
+    read.Latch(
+        read.named().Bad("ATOLL_PORTS", text,
+                         "a port from 1 to 65535, a range of them such as 7000-7010, or 0 for any free one"));
     return;
   }
   launch.port = first;
