@@ -2,6 +2,7 @@
 // so); its Futures can be waited for with a limit, or continued with a callback.
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -127,6 +128,7 @@ class Future {
   /// Runs `callback` once with the result: now, in the calling thread, or in the thread that
   /// completes the promise.
   void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) const {
+    if (callback == nullptr) return;
     {
       absl::MutexLock lock(&state_->mu);
       if (!state_->result.has_value()) {
@@ -137,6 +139,7 @@ class Future {
     TellConsumed(state_->Final());
     std::move(callback)(state_->Final());
   }
+  void Then(std::nullptr_t) const = delete;
 
  private:
   friend class Promise<T>;

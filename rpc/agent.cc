@@ -134,6 +134,7 @@ class AgentImpl : public Agent {
 
   void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,
             OnReply on_reply) override {
+    if (on_reply == nullptr) on_reply = [](const absl::StatusOr<Received>&) {};
     if (fork_mark_.in_child()) {
       ReturnLoansInChild(std::move(request));
       return std::move(on_reply)(ErrorInChild("Agent::Call", to, method));

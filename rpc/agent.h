@@ -254,7 +254,7 @@ class Agent {
   static absl::StatusOr<std::unique_ptr<Agent>> Start(AgentOptions options);
   virtual ~Agent() = default;
 
-  /// Serves `method` from now on. AlreadyExists if it is served.
+  /// Serves `method` from now on. AlreadyExists if it is served; InvalidArgument without a name or a handler.
   virtual absl::Status Register(MethodId method, Handler handler, MethodOptions options = {}) = 0;
 
   /// From now on `interceptor` sees calls, behind those added before.
@@ -275,9 +275,9 @@ class Agent {
   virtual void OnPeerDead(std::function<void(const base::MemberId&, absl::Status)> observer) = 0;
 
   /// Calls `method` on the member named `to` (which may be ourselves: then nothing touches the network).
-  /// `on_reply` runs exactly once, never inside Call: for an answer on the agent's pool, or on a loop thread if
-  /// options.reply_inline; for a failure on a thread that all failures share, so that handlers that hang hold
-  /// up none: it should not wait there. Errors name peer, address, method, and whether it ran:
+  /// `on_reply` (null: nobody is told) runs exactly once, never inside Call: for an answer on the agent's pool, or on
+  /// a loop thread if options.reply_inline; for a failure on a thread that all failures share, so that handlers that
+  /// hang hold up none: it should not wait there. Errors name peer, address, method, and whether it ran:
   /// NotFound (no such peer; no such method: ran no), DeadlineExceeded, Unavailable (peer died),
   /// ResourceExhausted (too many calls or bytes: ran no), Cancelled (asked to stop, or shut down).
   virtual void Call(absl::string_view to, const MethodId& method, Payload request, CallOptions options,

@@ -69,6 +69,9 @@ absl::Status Hub::Register(MethodId id, Handler handler, MethodOptions options) 
     return absl::InvalidArgumentError(
         absl::StrCat("a method's name is at most 128 bytes of [a-z0-9_.], and this is '", id.name, "'"));
   }
+  if (handler == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(MethodText(id.name, id.version), " needs a handler"));
+  }
   auto method = std::make_shared<const Method>(Method{std::move(handler), std::move(options)});
   absl::MutexLock lock(&mu_);
   if (methods_.try_emplace(id, std::move(method)).second) return absl::OkStatus();

@@ -462,6 +462,13 @@ class Decoder {
   const std::vector<at::Tensor>& tensors_;
 };
 
+// Memory that a tensor does not own (at::from_blob without a deleter) is its maker's, who may free it once the call
+// has been made.
+bool NobodyElseHolds(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
+         tensor.storage().data_ptr().get_context() != nullptr;
+}
+
 }  // namespace
 
 absl::StatusOr<Payload> EncodeValues(std::vector<c10::IValue> values) {
@@ -478,9 +485,7 @@ absl::StatusOr<Payload> EncodeValues(std::vector<c10::IValue> values) {
   }
   Payload payload = std::move(encoder).Take();
   values.clear();
-  for (OutTensor& tensor : payload.tensors) {
-    tensor.lent = tensor.tensor.use_count() == 1 && tensor.tensor.storage().use_count() == 1;
-  }
+  for (OutTensor& tensor : payload.tensors) tensor.lent = NobodyElseHolds(tensor.tensor);
   return payload;
 }
 

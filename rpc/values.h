@@ -22,8 +22,8 @@ inline constexpr int kMaxValueDepth = 64;
 /// Of one message, with those in containers: a few bytes of it could fill memory. More numbers are a tensor.
 inline constexpr size_t kMaxValues = size_t{1} << 20;
 
-/// `values` as a request or a reply. A tensor that nobody else holds is lent, others are copied: the caller may
-/// change what it gave. InvalidArgument says which value does not travel, and why.
+/// `values` as a request or a reply. A tensor that nobody else holds, and that owns its memory, is lent, others are
+/// copied: the caller may change what it gave. InvalidArgument says which value does not travel, and why.
 absl::StatusOr<Payload> EncodeValues(std::vector<c10::IValue> values);
 
 /// What EncodeValues was given. InvalidArgument for bytes that say nothing, a depth or a number beyond the limit, elements that

@@ -20,6 +20,7 @@ TEST(Future, FirstCompletionWins) {
   EXPECT_EQ(*promise.future().Wait(absl::ZeroDuration()), 1);
 }
 
+// Scenario rpc 20.
 TEST(Future, ManyRacingCompletionsCompleteOnce) {
   for (int round = 0; round < 1000; ++round) {
     Promise<int> promise;
@@ -33,6 +34,7 @@ TEST(Future, ManyRacingCompletionsCompleteOnce) {
   }
 }
 
+// Scenario rpc 29.
 TEST(Future, ACallbackThatThrowsHoldsUpNoOther) {
   Promise<int> promise;
   int ran = 0;
@@ -62,6 +64,7 @@ TEST(WhenAll, GathersInOrderWhateverTheOrderOfTheEnds) {
   EXPECT_TRUE(WhenAll(std::vector<Future<int>>()).Wait(absl::ZeroDuration())->empty());
 }
 
+// Scenario batch_rpc 10.
 TEST(WhenAll, TheFirstErrorEndsItAtOnceAndOnce) {
   std::vector<Promise<int>> promises(3);
   std::vector<Future<int>> futures;

@@ -247,6 +247,7 @@ TEST(AgentRefusal, CountsWhereAllAddressesRefuse) {
 // Scenario init 10.
 // Scenario users 0.
 // A process of its own that is killed.
+// Scenario rpc 44.
 TEST(AgentProcess, KilledWithAHundredCallsInFlight) {
   char self_path[4096];
   ssize_t length = readlink("/proc/self/exe", self_path, sizeof(self_path));

@@ -102,6 +102,7 @@ TEST_P(AgentTest, MeetsByAddress) {
   EXPECT_TRUE(a.Call("b", {"echo"}, Body("")).Wait(kHang).ok());
 }
 
+// Scenario rpc 30.
 TEST_P(AgentTest, CallbackFormRunsOnThePool) {
   Agent& a = Start("a");
   Agent& b = Start("b");
@@ -191,6 +192,7 @@ TEST_P(AgentTest, SelfCalls) {
   EXPECT_TRUE(absl::IsDeadlineExceeded(late.status())) << late.status();
 }
 
+// Scenario rpc 33.
 TEST_P(AgentTest, NestedCallsWithOneThreadEach) {
   AgentOptions one;
   one.worker_threads = 1;

@@ -115,6 +115,7 @@ TEST_P(BatcherTest, WhatItsHandlerThrowsIsTheAnswerOfAll) {
   }
 }
 
+// Scenario batch_rpc 14.
 TEST_P(BatcherTest, StopAbortsThoseThatWaitAndThoseThatCome) {
   Serve({.size = 1000, .delay = absl::InfiniteDuration()}, Count);
   std::vector<base::Future<Received>> replies;

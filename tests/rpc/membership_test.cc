@@ -334,6 +334,7 @@ TEST_F(MembershipTest, AMemberMayComeBeforeTheCoordinator) {
   EXPECT_TRUE(Of(0).WaitForAll(kHang).ok());
 }
 
+// Scenario rpc 26.
 TEST_F(MembershipTest, GathersOfAllAndOfSome) {
   Serve(3);
   Join(1, "a", 3);

@@ -44,6 +44,7 @@ class OperatorsTest : public AgentTest {
 };
 INSTANTIATE_AGENT_TESTS(OperatorsTest);
 
+// Scenario rpc 1.
 TEST_P(OperatorsTest, RunByNameHereAndThere) {
   ASSERT_TRUE(ServeOperators(a_).ok());
   ASSERT_TRUE(ServeOperators(b_).ok());
@@ -73,6 +74,7 @@ TEST_P(OperatorsTest, RunByNameHereAndThere) {
   }
 }
 
+// Scenario rpc 15.
 TEST_P(OperatorsTest, TheCallersTensorIsItsOwn) {
   ASSERT_TRUE(ServeOperators(a_).ok());
   ASSERT_TRUE(ServeOperators(b_).ok());

@@ -95,6 +95,7 @@ TEST(Values, ContainersKeepTheirTypes) {
   EXPECT_EQ(back[10].toTupleRef().elements()[1].toTupleRef().elements()[0].toStringRef(), "in");
 }
 
+// Scenario rpc 5.
 TEST(Values, SparseTensorsOfEveryLayout) {
   const at::Tensor dense =
       at::arange(1, 25, at::kFloat).view({4, 6}).mul(at::arange(24).view({4, 6}).remainder(3).eq(0));
@@ -123,6 +124,7 @@ TEST(Values, SparseTensorsOfEveryLayout) {
   }
 }
 
+// Scenario rpc 14.
 TEST(Values, ATensorGivenTwiceIsOneThereToo) {
   const at::Tensor twice = at::arange(4);
   const at::Tensor view = twice.narrow(0, 1, 2);
@@ -156,7 +158,7 @@ TEST(Values, UndefinedTensorsAreUndefinedThere) {
   EXPECT_FALSE(back[1].toTensorVector()[0].defined());
 }
 
-// Scenario users 23.
+// Scenarios rpc 19, users 23.
 TEST(Values, WhatDoesNotTravelIsRefusedByName) {
   const auto refused = [](IValue value) {
     auto payload = EncodeValues({IValue(1), std::move(value)});
@@ -192,6 +194,7 @@ Received Bytes(const std::function<void(base::ByteWriter&)>& write, std::vector<
   return received;
 }
 
+// Scenario rpc 48.
 TEST(Values, EveryTruncationIsAnError) {
   c10::Dict<std::string, at::Tensor> dict;
   dict.insert("k", at::ones({2}));
@@ -213,7 +216,7 @@ TEST(Values, EveryTruncationIsAnError) {
   EXPECT_FALSE(DecodeValues(fewer).ok());
 }
 
-// Scenario users 146.
+// Scenarios rpc 48, users 146.
 TEST(Values, NoByteThatIsFlippedHarms) {
   c10::Dict<std::string, at::Tensor> dict;
   dict.insert("k", at::ones({2}));
@@ -230,6 +233,7 @@ TEST(Values, NoByteThatIsFlippedHarms) {
   }
 }
 
+// Scenario rpc 48.
 TEST(Values, LyingCountsTypesAndIndicesAreErrors) {
   auto count = [](uint32_t n) { return Bytes([n](base::ByteWriter& out) { out.Put(n); }); };
   EXPECT_THAT(MessageOf(count(0xffffffff)), HasSubstr("a count above the bytes left"));

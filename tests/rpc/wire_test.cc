@@ -115,7 +115,7 @@ TEST(Wire, ABundleHoldsTheHeadersThatWereAdded) {
   }
 }
 
-// Scenario users 19.
+// Scenarios rpc 48, users 19.
 TEST(Wire, EveryTruncationAndEveryChangedByteIsReadSafely) {
   const std::string whole = Request();
   const size_t sizes[] = {16000};

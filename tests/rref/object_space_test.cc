@@ -7,7 +7,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "atoll/transport/endpoint.h"
 #include "testing.h"
 
 namespace Atoll::rref {
@@ -15,36 +14,8 @@ namespace {
 
 using testing::HasSubstr;
 
-class ObjectSpaceTest : public testing::Test {
+class ObjectSpaceTest : public SpacesTest {
  protected:
-  struct Member {
-    std::shared_ptr<transport::Endpoint> endpoint;
-    std::unique_ptr<rpc::Agent> agent;
-    std::unique_ptr<ObjectSpace> objects;
-    ~Member() {
-      objects.reset();
-      agent.reset();
-    }
-  };
-  Member& Start(const std::string& name) {
-    transport::EndpointOptions endpoint;
-    endpoint.job = "object-space-test";
-    endpoint.self = {name, base::NewIncarnation()};
-    endpoint.key.bytes = "a key of at least sixteen bytes";
-    auto member = std::make_unique<Member>();
-    member->endpoint = *transport::CreateEndpoint(endpoint);
-    rpc::AgentOptions options;
-    options.self = endpoint.self;
-    options.endpoint = member->endpoint;
-    member->agent = *rpc::Agent::Start(options);
-    member->objects = *ObjectSpace::Create(member->agent.get());
-    for (auto& [other, known] : members_) {
-      known->agent->AddPeer({member->agent->self(), member->agent->addresses()});
-      member->agent->AddPeer({known->agent->self(), known->agent->addresses()});
-    }
-    return *(members_[name] = std::move(member));
-  }
-
   // The owner, with class "Test", and two users.
   void SetUp() override {
     owner_ = &Start("owner");
@@ -53,7 +24,6 @@ class ObjectSpaceTest : public testing::Test {
     ASSERT_TRUE(owner_->objects->RegisterClass("Test", TestFactory(&record_)).ok());
     ASSERT_TRUE(owner_->objects->RegisterClass("Slow", TestFactory(&record_, &proceed_)).ok());
   }
-  void TearDown() override { members_.clear(); }
 
   std::shared_ptr<RRef> Make(Member& user, const std::string& text, const std::string& pin = "") {
     auto rref = user.objects->Create("owner", "Test", Body(text), pin).Wait(kHang);
@@ -68,7 +38,6 @@ class ObjectSpaceTest : public testing::Test {
 
   Record record_;
   absl::Notification proceed_;
-  std::map<std::string, std::unique_ptr<Member>> members_;
   Member *owner_, *ann_, *bob_;
 };
 

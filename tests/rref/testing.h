@@ -18,6 +18,7 @@
 #include "absl/synchronization/notification.h"
 #include "atoll/base/clock.h"
 #include "atoll/rref/rref.h"
+#include "atoll/transport/endpoint.h"
 
 namespace Atoll::rref {
 
@@ -147,6 +148,41 @@ inline rpc::Payload Body(std::string body) {
   payload.body = std::move(body);
   return payload;
 }
+
+/// Members with objects of their own, that all know each other.
+class SpacesTest : public ::testing::Test {
+ protected:
+  struct Member {
+    std::shared_ptr<transport::Endpoint> endpoint;
+    std::unique_ptr<rpc::Agent> agent;
+    std::unique_ptr<ObjectSpace> objects;
+    ~Member() {
+      objects.reset();
+      agent.reset();
+    }
+  };
+  Member& Start(const std::string& name) {
+    transport::EndpointOptions endpoint;
+    endpoint.job = "object-space-test";
+    endpoint.self = {name, base::NewIncarnation()};
+    endpoint.key.bytes = "a key of at least sixteen bytes";
+    auto member = std::make_unique<Member>();
+    member->endpoint = *transport::CreateEndpoint(endpoint);
+    rpc::AgentOptions options;
+    options.self = endpoint.self;
+    options.endpoint = member->endpoint;
+    member->agent = *rpc::Agent::Start(options);
+    member->objects = *ObjectSpace::Create(member->agent.get());
+    for (auto& [other, known] : members_) {
+      known->agent->AddPeer({member->agent->self(), member->agent->addresses()});
+      member->agent->AddPeer({known->agent->self(), known->agent->addresses()});
+    }
+    return *(members_[name] = std::move(member));
+  }
+  void TearDown() override { members_.clear(); }
+
+  std::map<std::string, std::unique_ptr<Member>> members_;
+};
 
 /// Makes a call that cannot be sent, with a loan. Expects that the loan ends, then the call, each once and in
 /// another thread than this: a caller may hold what they lock.

@@ -174,6 +174,7 @@ TEST(ShardTest, HyperParametersMustAgree) {
   EXPECT_THAT(Message(answer), HasSubstr("lr=0.5"));
 }
 
+// Scenario batch_rpc 7.
 TEST(ShardTest, UndefinedOnAllLeavesUntouchedAndOnSomeIsZero) {
   Small harness({.workers = 2});
   harness.Land(0, 9);
@@ -196,6 +197,7 @@ TEST(ShardTest, UndefinedOnAllLeavesUntouchedAndOnSomeIsZero) {
   EXPECT_EQ(store.SegmentStepForTest(0, 0), 1);
 }
 
+// Scenario batch_rpc 6.
 TEST(ShardTest, ManyContributionsFoldToTheSameBitsAsAllAtOnce) {
   const int workers = 7;
   std::vector<ParameterSpec> specs = {VectorSpec("a", 1003), VectorSpec("b", 77)};
@@ -237,6 +239,7 @@ TEST(ShardTest, ManyContributionsFoldToTheSameBitsAsAllAtOnce) {
 
 // ---- Deaths, restarts, limits ---------------------------------------------------------------------------
 
+// Scenario batch_rpc 13.
 TEST(ShardTest, AKilledWorkersRoundCompletesFromTheRest) {
   Harness harness({VectorSpec("a", 100000), VectorSpec("b", 100000)}, {.workers = 3});
   Values gradient = Fill(harness.parameters, 1);
@@ -299,6 +302,7 @@ TEST(ShardTest, ARestartedWorkerJoinsTheNextRoundWithItsValues) {
   EXPECT_EQ(mine.as<PushGradient::Reply>().contributors, 2);
 }
 
+// Scenario batch_rpc 13.
 TEST(ShardTest, TheRoundsLimitEndsItWithNames) {
   Small harness({.workers = 2, .policy = Sync{absl::Seconds(5)}});
   Answer answer = harness.Push(0, 1, 0, harness.Gradient(1));
