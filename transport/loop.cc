@@ -12,6 +12,7 @@
 
 #include "atoll/base/log.h"
 #include "atoll/base/status.h"
+#include "atoll/transport/socket.h"
 
 namespace Atoll::transport {
 namespace {
@@ -21,9 +22,9 @@ constexpr int kEventsAtOnce = 64;
 
 absl::StatusOr<std::unique_ptr<Loop>> Loop::Create(std::string thread_name, const base::Clock* clock) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll.valid()) return base::ErrnoStatus(errno, "epoll_create1");
+  if (!epoll.valid()) return DescriptorError(errno, "epoll_create1");
   Fd wake(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (!wake.valid()) return base::ErrnoStatus(errno, "eventfd");
+  if (!wake.valid()) return DescriptorError(errno, "eventfd");
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = kWakeId;

@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <openssl/sha.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -359,6 +360,7 @@ absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const
       int error = 0;
       Fd fd = TryToListen(bound, &error);
       if (fd.valid()) return fd;
+      if (error == EMFILE || error == ENFILE) return DescriptorError(error, "socket");
       refused.emplace(port, error);
       if (error != EADDRINUSE && error != EACCES) break;  // Of the address, not of the port.
     }
@@ -378,12 +380,25 @@ absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const
 
 absl::StatusOr<Fd> ListenUnix(const SocketAddress& address) {
   Fd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd.valid()) return base::ErrnoStatus(errno, "socket");
+  if (!fd.valid()) return DescriptorError(errno, "socket");
   if (bind(fd.get(), address.raw(), address.size) != 0 || listen(fd.get(), SOMAXCONN) != 0) {
     return absl::FailedPreconditionError(absl::StrCat("cannot listen on ", address.ToString(), ": ",
                                                       base::ErrnoStatus(errno, "bind").message()));
   }
   return fd;
+}
+
+std::string DescriptorsNeeded() {
+  rlimit files{};
+  getrlimit(RLIMIT_NOFILE, &files);
+  return absl::StrCat("the limit on open files (ulimit -n) is ", files.rlim_cur,
+                      ": an endpoint needs about 14, and 4 for each peer over Unix sockets or 8 over TCP");
+}
+
+absl::Status DescriptorError(int error_number, absl::string_view what) {
+  absl::Status status = base::ErrnoStatus(error_number, what);
+  if (error_number != EMFILE) return status;
+  return absl::Status(status.code(), absl::StrCat(status.message(), "; ", DescriptorsNeeded()));
 }
 
 absl::Status ConnectError(int error_number) {
@@ -394,7 +409,7 @@ absl::Status ConnectError(int error_number) {
 
 absl::StatusOr<Fd> StartConnect(const SocketAddress& address) {
   Fd fd(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd.valid()) return base::ErrnoStatus(errno, "socket");
+  if (!fd.valid()) return DescriptorError(errno, "socket");
   // EAGAIN: a Unix listener's backlog is full, which passes.
   if (connect(fd.get(), address.raw(), address.size) != 0 && errno != EINPROGRESS) {
     return ConnectError(errno);

@@ -86,6 +86,12 @@ absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const
                              SocketAddress* bound);
 absl::StatusOr<Fd> ListenUnix(const SocketAddress& address);
 
+/// That the system gave no descriptor, as base::ErrnoStatus; where the process has its fill it says how many that is,
+/// and how many are needed.
+absl::Status DescriptorError(int error_number, absl::string_view what);
+/// "the limit on open files (ulimit -n) is 128: ..."
+std::string DescriptorsNeeded();
+
 /// Why a connect failed: Unavailable, which IsRefused where nobody listens.
 absl::Status ConnectError(int error_number);
 /// A socket whose connect has begun (it may even be done).

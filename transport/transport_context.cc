@@ -171,6 +171,9 @@ void TransportContext::ShedOnLoop(int listening_fd) {
   shed.reset();
   reserve_ = Reserve();
   engine_->traffic.refused.fetch_add(did ? 1 : 0, std::memory_order_relaxed);
+  if (!std::exchange(told_full_, true)) {
+    ATOLL_LOG(kWarning) << "no descriptor is left for who connects: " << DescriptorsNeeded();
+  }
   if (did && reserve_.valid()) return;
   // Nothing can be shed: the listener, which stays ready, is left alone for a while.
   for (const std::shared_ptr<Acceptor>& acceptor : acceptors_) {
@@ -230,11 +233,8 @@ void TransportContext::AdmitOnLoop(Greeted greeted) {
   if (greeted.purpose.listener >= doors_.size()) {
     return Refuse(absl::InvalidArgumentError("no such listener"), greeted.address);
   }
-  auto arrival = std::make_shared<Arrival>();
-  arrival->stream = NewStream(nullptr);
-  arrival->peer = greeted.peer;
-  arrival->purpose = greeted.purpose;
-  arrival->address = greeted.address;
+  auto arrival = std::make_shared<Arrival>(
+      Arrival{NewStream(nullptr), greeted.peer, greeted.purpose, greeted.address, {}, {}});
   arrival->timer = loop_.At(loop_.Now() + options_.handshake_limit, [arrival] {
     arrival->timer.reset();
     arrival->stream->Close(absl::DeadlineExceededError("the first frames took too long"));

@@ -147,6 +147,7 @@ class TransportContext final : public tensorpipe::transport::Context,
   std::list<std::shared_ptr<Greeter>> strangers_;
   std::map<Greeter*, std::shared_ptr<Greeter>> callers_;  // Our own further connections, being greeted.
   std::map<std::string, std::set<std::string>> told_;     // Refusals that were logged, by host.
+  bool told_full_ = false;                                // That descriptors ran out.
   Fd reserve_;  // Given up for a moment when descriptors run out, to shed who waits at the door.
 
   mutable absl::Mutex mu_;
