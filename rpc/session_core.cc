@@ -231,6 +231,15 @@ void SessionCore::Backoff(Lane lane, absl::Duration wait, absl::Status error, ab
   state.state = State::kBackoff;
   state.retry_at = now + wait;
   if (state.give_up_at == absl::InfiniteFuture()) state.give_up_at = now + options_.reconnect_limit;
+  if (!options_.can_connect) AskForBulk();
+}
+
+// We may be out of the other side's reach while it is within ours, or the other way round: behind a mapped port, say.
+void SessionCore::AskForBulk() {
+  if (LaneOf(Lane::kBulk).state != State::kBackoff || !open(Lane::kControl)) return;
+  Action& action = Emit(Action::Kind::kAck, Lane::kControl);
+  action.acks = TakeAcks();
+  action.open_bulk = true;
 }
 
 void SessionCore::OnConnected(Lane lane, uint64_t attempt, PipeId pipe, absl::Time now) {
@@ -260,6 +269,8 @@ void SessionCore::OnConnectFailed(Lane lane, uint64_t attempt, Failure failure, 
                                   absl::Time now) {
   LaneState& state = LaneOf(lane);
   if (dead_ || state.state != State::kConnecting || attempt != state.attempt) return;
+  // A pipe on the other lane is the better witness: its end will show whether the process is gone.
+  if (open(lane == Lane::kControl ? Lane::kBulk : Lane::kControl)) failure = Failure::kTransient;
   if (failure == Failure::kFatal || (failure == Failure::kRefused && ++state.refusals >= options_.refusals)) {
     Die(std::move(status));
     return;
@@ -268,6 +279,7 @@ void SessionCore::OnConnectFailed(Lane lane, uint64_t attempt, Failure failure, 
   state.backoff = state.backoff == absl::ZeroDuration() ? options_.first_backoff
                                                         : std::min(2 * state.backoff, options_.last_backoff);
   Backoff(lane, state.backoff, std::move(status), now);
+  AskForBulk();
 }
 
 void SessionCore::OnHello(PipeId pipe, Lane lane, bool initiated, const Hello& hello, const Acks& acks,
@@ -326,6 +338,7 @@ void SessionCore::Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, abs
   }
   AwaitAck(state, now);
   Pump(lane, now);
+  if (!options_.can_connect) AskForBulk();
 }
 
 void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Time now) {

@@ -62,7 +62,7 @@ class SessionCore {
     /// acknowledged: a slow link would never finish a large message.
     absl::Duration stall_limit = absl::Seconds(20);
     size_t stall_rate = 4 << 20;  ///< Bytes a second.
-    int refusals = 2;             ///< Connections refused in a row that mean death.
+    int refusals = 2;  ///< Connections refused in a row that mean death, without a pipe on the other lane.
   };
 
   /// Why a connection could not be made.
@@ -77,10 +77,10 @@ class SessionCore {
       kConnect,  ///< Open a pipe for `lane`; the result goes to OnConnected with `attempt`.
       kHello,    ///< Send the first message on `pipe`: `hello` (addresses are the agent's), `acks`.
       kWrite,    ///< Send `message` (null: a bare number) as `number` with `acks`.
-      kAck,      ///< Send `acks` alone.
-      kBye,      ///< Tell the other side on `pipe` that we leave.
-      kClose,    ///< Close `pipe` with `status`.
-      kAcked,    ///< `message` has been received by the other side.
+      kAck,    ///< Send `acks` alone, and with `open_bulk` the wish that the other side opens the bulk lane.
+      kBye,    ///< Tell the other side on `pipe` that we leave.
+      kClose,  ///< Close `pipe` with `status`.
+      kAcked,  ///< `message` has been received by the other side.
       kDropped,  ///< `message` never will be (`sent`: perhaps it was); the session is dead.
       kDead,     ///< The session ended with `status`. Comes once, after every kDropped.
     };
@@ -92,6 +92,7 @@ class SessionCore {
     uint64_t attempt = 0;
     bool sent = false;
     bool ack_now = false;
+    bool open_bulk = false;
     Acks acks = {0, 0};
     Hello hello;
     absl::Status status;
@@ -117,6 +118,8 @@ class SessionCore {
   void OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Time now);
   /// What the other side has received. InvalidArgument for a number that was never sent.
   absl::Status OnAcks(const Acks& acks, absl::Time now);
+  /// The other side has something for the bulk lane, and no way to open it: it may be reached from there alone.
+  void OnAskedForBulk(absl::Time now) { Want(Lane::kBulk, now); }
 
   enum class Verdict {
     kNew,        ///< The next number: receive it, then call OnReceived.
@@ -194,6 +197,7 @@ class SessionCore {
   Action& Emit(Action::Kind kind, Lane lane);
   void Want(Lane lane, absl::Time now);
   void Connect(Lane lane, absl::Time now);
+  void AskForBulk();
   void Backoff(Lane lane, absl::Duration wait, absl::Status error, absl::Time now);
   void Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, absl::Time now);
   void Pump(Lane lane, absl::Time now);

@@ -64,6 +64,7 @@ void Session::OnDescriptor(const PipePtr& pipe, absl::StatusOr<transport::Descri
         absl::MutexLock lock(&mu_);
         heard_ = hub_->Now();
         status = core_.OnAcks(prefix.acks, heard_);
+        if ((prefix.flags & kFlagOpenBulk) != 0) core_.OnAskedForBulk(heard_);
       }
       if (!status.ok()) return Violation(pipe, status);
       Drain();

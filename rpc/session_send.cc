@@ -124,7 +124,8 @@ void Session::Execute(SessionCore::Action& action, const PipePtr& pipe) {
       return;
     case Kind::kAck:
       if (pipe == nullptr) return;
-      out.header = EncodeBare(Atoll::rpc::Kind::kAck, What::kNothing);
+      out.header =
+          EncodeBare(Atoll::rpc::Kind::kAck, What::kNothing, 0, action.open_bulk ? kFlagOpenBulk : 0);
       SetAcks(out.header.data(), action.acks);
       Write(pipe, std::move(out));
       return;

@@ -277,9 +277,9 @@ std::string EncodeErrorReply(const absl::Status& error, base::Ran ran) {
   return std::move(out).Take();
 }
 
-std::string EncodeBare(Kind kind, What what, uint64_t call) {
+std::string EncodeBare(Kind kind, What what, uint64_t call, uint8_t flags) {
   base::ByteWriter out;
-  PutPrefix(out, kind, what, 0, call);
+  PutPrefix(out, kind, what, flags, call);
   return std::move(out).Take();
 }
 
@@ -333,7 +333,7 @@ absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> 
   prefix.what = in.Get<What>();
   prefix.flags = in.Get<uint8_t>();
   if (in.Get<uint8_t>() != 0 || in.Get<uint32_t>() != 0) in.Fail("reserved bytes that are not zero");
-  if (prefix.flags > (kFlagAckNow | kFlagOneWay)) in.Fail("unknown flags");
+  if (prefix.flags > (kFlagAckNow | kFlagOneWay | kFlagOpenBulk)) in.Fail("unknown flags");
   for (uint64_t& ack : prefix.acks) ack = in.Get<uint64_t>();
   prefix.number = in.Get<uint64_t>();
   prefix.call = in.Get<uint64_t>();

@@ -53,6 +53,8 @@ enum class Kind : uint8_t { kHello = 1, kAck = 2, kData = 3, kBye = 4, kBundle =
 enum class What : uint8_t { kNothing = 0, kRequest = 1, kReply = 2, kCancel = 3 };
 inline constexpr uint8_t kFlagAckNow = 1;  ///< Somebody waits for the acknowledgement.
 inline constexpr uint8_t kFlagOneWay = 2;  ///< A request whose reply is dropped.
+inline constexpr uint8_t kFlagOpenBulk =
+    4;  ///< Of an acknowledgement: open the bulk lane, its sender cannot.
 
 /// The last number received on each lane (index: transport::Lane).
 using Acks = std::array<uint64_t, 2>;
@@ -114,7 +116,7 @@ std::string EncodeReply(const Metadata& metadata, absl::string_view body,
                         absl::Span<const TensorOut> tensors);
 std::string EncodeErrorReply(const absl::Status& error, base::Ran ran);
 /// A header of a prefix alone: an acknowledgement, a farewell, a cancellation, a number that carries nothing.
-std::string EncodeBare(Kind kind, What what, uint64_t call = 0);
+std::string EncodeBare(Kind kind, What what, uint64_t call = 0, uint8_t flags = 0);
 
 /// What an encoded header is, and the call that it names.
 What WhatOf(absl::string_view header);

@@ -121,16 +121,26 @@ class Containers(JobTest):
         for process in [*workers, server]:
             self.expect_code(process, 0)
 
+    def dead_interface(self, side, number):
+        """One that leads nowhere: 172.18.NUMBER.1, on both hosts the same."""
+        host, names = self.hosts[side], (f"dead{number}", f"peer{number}")
+        self.ip("-n", host, "link", "add", names[0], "type", "veth", "peer", "name", names[1])
+        self.ip("-n", host, "addr", "add", f"172.18.{number}.1/24", "dev", names[0])
+        for one in names:
+            self.ip("-n", host, "link", "set", one, "up")
+
     # Scenario users 36: a host with many adapters, most of which lead nowhere for the other.
     def test_many_interfaces(self):
         for side in "ab":
             for number in range(20):
-                self.ip("-n", self.hosts[side], "link", "add", f"dead{number}", "type", "veth", "peer", "name",
-                        f"peer{number}")
-                self.ip("-n", self.hosts[side], "addr", "add", f"172.18.{number}.1/24", "dev", f"dead{number}")
-                for one in (f"dead{number}", f"peer{number}"):
-                    self.ip("-n", self.hosts[side], "link", "set", one, "up")
+                self.dead_interface(side, number)
         self.train(owner=["--bind=0.0.0.0"], worker=["--bind=0.0.0.0"], other=["--bind=0.0.0.0"])
+
+    # Scenario users 34: as behind a mapped address. Where the workers say that they are is the owner's own host to it.
+    def test_workers_that_only_reach_out(self):
+        for side in "ab":
+            self.dead_interface(side, 0)
+        self.train(worker=["--bind=172.18.0.1"], other=["--bind=172.18.0.1"])
 
     # Scenario users 34.
     def test_an_address_that_leads_nowhere_is_named(self):

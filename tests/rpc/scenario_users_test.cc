@@ -387,6 +387,20 @@ TEST_F(UsersScenario, ATensorWithoutElementsIsATensor) {
   EXPECT_THAT(reply->tensors.at(2).sizes().vec(), ElementsAre(5, 0, 2));
 }
 
+// Scenario users 34: behind a mapped port or a firewall, each of the two may be the only one that can connect.
+TEST_F(UsersScenario, OneWhoIsOutOfTheOthersReachGetsAndSendsTensors) {
+  RankOf a("a"), b("b");
+  b.agent->AddPeer({a.agent->self(), {"127.0.0.1:1"}});  // Where nobody listens.
+  a.agent->AddPeer({b.agent->self(), b.agent->addresses()});
+  ASSERT_TRUE(a.agent->Call("b", {"echo"}, Body("first")).Wait(kHang).ok());
+  const at::Tensor large = at::full({1 << 18}, 3);
+  Payload request = Body("");
+  request.tensors.push_back(Copy(large));
+  auto reply = b.agent->Call("a", {"echo"}, std::move(request)).Wait(kHang);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_TRUE(reply->tensors.at(0).equal(large));
+}
+
 // Scenario users 43.
 TEST_F(UsersScenario, OneWhoLeavesIsOneEventAndNoError) {
   Serve(3);

@@ -69,6 +69,8 @@ class World {
     std::map<std::string, int> acked;
   };
   Node& node(int i) { return *nodes_[i]; }
+  // Node 0 has an address of node 1, but never reaches it there.
+  void WallOff() { walled_ = true; }
 
  private:
   struct Packet {
@@ -78,6 +80,7 @@ class World {
     uint64_t number = 0;
     std::string text;
     bool ack_now = false;
+    bool open_bulk = false;
   };
   struct Pipe {
     Lane lane;
@@ -106,8 +109,9 @@ class World {
       }
     }
     for (size_t k = 0; k < pending_.size(); ++k) {
-      events.push_back([this, k] { Connected(k, true); });
-      if (failures_ > 0) events.push_back([this, k] { Connected(k, false); });
+      const bool walled = walled_ && pending_[k].node == 0;
+      if (!walled) events.push_back([this, k] { Connected(k, true); });
+      if (walled || failures_ > 0) events.push_back([this, k] { Connected(k, false); });
     }
     for (auto& [id, pipe] : pipes_) {
       for (int i = 0; i < 2; ++i) {
@@ -146,8 +150,12 @@ class World {
       pipe.initiator = pending.node;
       core.OnConnected(pending.lane, pending.attempt, id, now_);
     } else {
-      --failures_;
-      core.OnConnectFailed(pending.lane, pending.attempt, SessionCore::Failure::kTransient,
+      // Who answers behind the wall may be somebody else, who refuses.
+      const bool walled = walled_ && pending.node == 0;
+      if (!walled) --failures_;
+      core.OnConnectFailed(pending.lane, pending.attempt,
+                           walled && pending.lane == Lane::kBulk ? SessionCore::Failure::kRefused
+                                                                 : SessionCore::Failure::kTransient,
                            absl::UnavailableError("away"), now_);
     }
     After(pending.node);
@@ -163,6 +171,7 @@ class World {
     } else {
       absl::Status status = core.OnAcks(packet.acks, now_);
       if (!status.ok()) error_ = status.ToString();
+      if (packet.open_bulk) core.OnAskedForBulk(now_);
       if (packet.kind == Action::Kind::kWrite) {
         switch (core.OnAnnounced(id, pipe.lane, packet.number)) {
           case SessionCore::Verdict::kNew:
@@ -209,7 +218,8 @@ class World {
           case Action::Kind::kBye:
             if (found == pipes_.end() || found->second.cut || found->second.closed[i]) break;
             found->second.to[1 - i].push_back({action.kind, action.hello, action.acks, action.number,
-                                               message != nullptr ? message->text : "", action.ack_now});
+                                               message != nullptr ? message->text : "", action.ack_now,
+                                               action.open_bulk});
             break;
         }
       }
@@ -255,6 +265,7 @@ class World {
   uint64_t next_pipe_ = 1;
   int cuts_ = 0;
   int failures_ = 0;
+  bool walled_ = false;
   std::string error_;
 };
 
@@ -340,12 +351,28 @@ TEST(SessionCore, DrawnOrdersWhereOneSideCannotConnect) {
     options.reconnect_limit = absl::Hours(1);
     World world([&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); }, options,
                 /*second_can_connect=*/false);
-    // Node 1 has something to say as well, and waits for node 0 to come.
+    // Node 1 has something to say as well, and waits for node 0 to come, on each lane.
     for (int i = 0; i < 3; ++i) {
       world.Plan(0, Lane::kControl);
-      world.Plan(1, Lane::kControl);
+      world.Plan(1, i == 1 ? Lane::kBulk : Lane::kControl);
     }
     ASSERT_EQ(world.Run(2, 0), "") << "seed " << seed;
+  }
+}
+
+TEST(SessionCore, DrawnOrdersWhereOneSideIsOutOfTheOthersReach) {
+  for (int seed = 0; seed < 1000; ++seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    SessionCore::Options options = Defaults();
+    options.reconnect_limit = absl::Hours(1);
+    World world([&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); },
+                options);
+    world.WallOff();
+    for (int i = 0; i < 3; ++i) {
+      world.Plan(0, i == 1 ? Lane::kControl : Lane::kBulk);
+      world.Plan(1, Lane::kControl);
+    }
+    ASSERT_EQ(world.Run(2, 1), "") << "seed " << seed;
   }
 }
 

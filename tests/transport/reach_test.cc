@@ -1,6 +1,7 @@
 // Where an endpoint listens, and how a peer with many addresses is reached: docs/scenarios/users.md, 34 to 37.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 
 #include <vector>
 
