@@ -309,14 +309,15 @@ TEST_P(ScenarioCallsTest, CallsWithoutALimitHaveTheAgentsOwn) {
 TEST_P(ScenarioCallsTest, APeerThatDiedSinceItWasReachedIsUnavailable) {
   StartWorkers(2);
   ServeEcho(W(1));
+  ServePark(W(1));
   ASSERT_TRUE(W(0).Call("worker1", {"echo"}, Body("")).Wait(kHang).ok());
-  W(1).endpoint()->Close();  // Without a farewell; and nobody has noticed yet.
+  W(1).endpoint()->Close();  // Without a farewell; and nobody has noticed yet: the call may still get there.
   CallOptions patient;
   patient.timeout = absl::InfiniteDuration();
   const absl::Status status =
-      W(0).Call("worker1", {"echo"}, Body(""), std::move(patient)).Wait(kHang).status();
+      W(0).Call("worker1", {"park"}, Body(""), std::move(patient)).Wait(kHang).status();
   EXPECT_TRUE(absl::IsUnavailable(status)) << status;
-  EXPECT_THAT(Text(status), HasSubstr(absl::StrCat("echo v1 on ", W(1).self().ToString())));
+  EXPECT_THAT(Text(status), HasSubstr(absl::StrCat("park v1 on ", W(1).self().ToString())));
   EXPECT_NE(GetRan(status), Ran::kYes);
 }
 
