@@ -132,8 +132,7 @@ class DevTest(unittest.TestCase):
         for unknown in ('nosuch', '(', 'base_tests'):
             text = self.refused('test', unknown)
             self.assertIn(f"no test has '{unknown}'", text)
-            self.assertIn('Labels: unit, slow', text)
-            self.assertIn('Tests: base_test, rref_test', text)
+            self.assertIn('Labels are unit, slow; tests:\n     base_test rref_test\n', text)
         self.put('ctest', 'case "$*" in *--print-labels*) ;; *-LE*) echo "Total Tests: 0" ;; '
                  '*) echo "  Test #1: soak" ;; esac')
         self.assertIn('./dev test soak --all', self.refused('test', 'soak'))

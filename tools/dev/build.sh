@@ -6,7 +6,7 @@
 target_names() {
   ninja -C "$BUILD" -t targets all 2>/dev/null |
     sed -n 's/^\([a-z][a-z0-9_-]*\): phony$/\1/p' |
-    grep -vxE 'test|all|help|edit_cache|rebuild_cache|list_install_components|install' | tr '\n' ' '
+    grep -vxE 'cmake_.*|test|all|help|edit_cache|rebuild_cache|list_install_components|install'
 }
 
 take_sanitizers "$@"
@@ -25,7 +25,7 @@ tools/dev/setup.sh
 configure
 for target in "${targets[@]}"; do
   ninja -C "$BUILD" -t query "$target" >/dev/null 2>&1 ||
-    die "build: there is no target '$target'. There are:" "$(target_names)"
+    die_listing "build: there is no target '$target'. There are:" $(target_names)
 done
 compile "${targets[@]}"
 say build "done: $BUILD"

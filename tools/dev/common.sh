@@ -16,6 +16,14 @@ die() {
   exit 1
 }
 
+# die_listing TEXT NAME...: what is wrong, and the names that would have been right.
+die_listing() {
+  local text=$1 lines
+  shift
+  mapfile -t lines < <(echo "$*" | fold -s -w 110)
+  die "$text" "${lines[@]}"
+}
+
 # from_caller PATH: PATH as whoever called ./dev means it.
 from_caller() {
   case $1 in

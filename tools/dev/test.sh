@@ -33,7 +33,7 @@ if [ -n "$part" ]; then
   elif grep -qE -- "$part" <<<"$tests" 2>/dev/null; then
     select+=(-R "$part")
   else
-    die "test: no test has '$part' in its name or as its label." "Labels: ${labels//$'\n'/, }" "Tests: ${tests//$'\n'/, }"
+    die_listing "test: no test has '$part' in its name or as its label. Labels are ${labels//$'\n'/, }; tests:" $tests
   fi
 fi
 selected=$(ctest --test-dir "$BUILD" -N "${select[@]}")
