@@ -101,8 +101,8 @@ class PackagingTest(unittest.TestCase):
         pasted = [one for one in readme_test.blocks(readme_test.README, 'sh') if one.startswith(readme_test.INSTALL)]
         self.assertEqual(len(pasted), 1)
         folder = os.path.join(self.folder.name, 'readme')
-        os.makedirs(folder)
-        environment = {'HOME': folder, 'XDG_RUNTIME_DIR': folder,
+        os.makedirs(os.path.join(folder, 'run'))
+        environment = {'HOME': folder, 'XDG_RUNTIME_DIR': os.path.join(folder, 'run'),
                        'PATH': f'{os.path.dirname(shutil.which(arguments.cmake))}:{os.environ["PATH"]}'}
         said = readme_test.paste(readme_test.make_clone(os.path.join(folder, 'clone'), arguments.build),
                                  [pasted[0].replace('29500', str(free_port()))], environment)
