@@ -205,8 +205,8 @@ struct AgentOptions {
   size_t max_calls_in_flight = 1 << 16;
   size_t inline_bytes = 64 << 10;                      ///< Tensors up to this travel in the header.
   absl::Duration reconnect_limit = absl::Seconds(30);  ///< Then a peer that cannot be reached is dead.
-  /// A connection on which nothing that was sent is acknowledged for so long (and a second more for each 4 MiB of it)
-  /// is taken for lost, and made again. InfiniteDuration: never.
+  /// A connection on which nothing that was sent is acknowledged for so long (and a second more for each 4 MiB) is
+  /// lost, and made again; the next has twice the time, up to 1,024 times, until something is. Infinite: never.
   absl::Duration stall_limit = absl::Seconds(20);
   size_t max_calls_served = 1 << 16;  ///< Unanswered, of one peer; beyond it they are refused.
   /// Of one peer's requests that came in, one-way ones too, and wait for a thread to run their handler; beyond

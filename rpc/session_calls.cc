@@ -71,11 +71,14 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
       return refuse(room);
     }
   }
-  absl::Cleanup release = [this, &reserved] {
-    if (reserved == 0) return;
-    absl::MutexLock lock(&mu_);
-    reserved_bytes_ -= reserved;
+  auto release = [this](size_t& bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (bytes == 0) return;
+    reserved_bytes_ -= std::exchange(bytes, 0);
     --reserved_calls_;
+  };
+  absl::Cleanup release_unused = [&]() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    release(reserved);
   };
   absl::StatusOr<Prepared> prepared = Prepare(hub_, std::move(request), DestinationOf(/*reply=*/false));
   if (!prepared.ok()) return refuse(prepared.status());
@@ -113,9 +116,11 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
     const size_t others = reserved_calls_ - (reserved > 0 ? 1 : 0);
     if (calls_.size() + others >= hub_->options().max_calls_in_flight) {
       status = absl::ResourceExhaustedError(
-          absl::StrCat(calls_.size(), " calls to this member are not answered yet"));
+          absl::StrCat(calls_.size(), " calls to this member are not answered yet, and at most ",
+                       hub_->options().max_calls_in_flight, " may be"));
     } else {
       id = calls_.Add(std::move(call));
+      release(reserved);  // It counts itself now.
       SetCall(message->header.data(), id, calls_.watermark());
       const absl::Time now = hub_->Now();
       status = core_.Post(message, now);  // It may end with the lock's scope: not inside.

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "atoll/base/log.h"
+#include "atoll/base/text.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -77,6 +78,7 @@ void SessionCore::AwaitAck(LaneState& state, absl::Time now) const {
   state.stalled_at = state.unacked.empty() || state.state != State::kOpen
                          ? absl::InfiniteFuture()
                          : now + limit * std::exp2(std::min(state.stalls, kMaxStallDoublings));
+  state.awaited_since = now;
 }
 
 void SessionCore::Send(Lane lane, OutMessagePtr message, absl::Time now) {
@@ -242,6 +244,15 @@ void SessionCore::AskForBulk() {
   action.open_bulk = true;
 }
 
+void SessionCore::OnAskedForBulk(absl::Time now) {
+  LaneState& state = LaneOf(Lane::kBulk);
+  if (state.state != State::kIdle || now < state.deaf_until) return;
+  state.deaf_until = now + options_.asked_wait / 2;
+  Want(Lane::kBulk, now);
+  // For us it is no matter of life and death.
+  if (state.queue.empty() && state.unacked.empty()) state.give_up_at = absl::InfiniteFuture();
+}
+
 void SessionCore::OnConnected(Lane lane, uint64_t attempt, PipeId pipe, absl::Time now) {
   LaneState& state = LaneOf(lane);
   if (dead_ || state.state != State::kConnecting || attempt != state.attempt) {
@@ -278,7 +289,8 @@ void SessionCore::OnConnectFailed(Lane lane, uint64_t attempt, Failure failure, 
   if (failure != Failure::kRefused) state.refusals = 0;
   state.backoff = state.backoff == absl::ZeroDuration() ? options_.first_backoff
                                                         : std::min(2 * state.backoff, options_.last_backoff);
-  Backoff(lane, state.backoff, std::move(status), now);
+  const bool asks = lane == Lane::kBulk && open(Lane::kControl);
+  Backoff(lane, asks ? std::max(state.backoff, options_.asked_wait) : state.backoff, std::move(status), now);
   AskForBulk();
 }
 
@@ -379,14 +391,14 @@ void SessionCore::OnTimer(absl::Time now) {
     LaneState& state = LaneOf(lane);
     if (state.give_up_at <= now) {
       Die(absl::UnavailableError(absl::StrCat("no connection for ",
-                                              absl::FormatDuration(options_.reconnect_limit),
+                                              base::DurationText(options_.reconnect_limit),
                                               "; the last attempt: ", state.last_error.message())));
       return;
     }
     if (state.stalled_at <= now) {
       ++state.stalls;
       absl::Status status = absl::DeadlineExceededError(
-          absl::StrCat("it has acknowledged nothing for ", absl::FormatDuration(options_.stall_limit),
+          absl::StrCat("it has acknowledged nothing for ", base::DurationText(now - state.awaited_since),
                        ", of ", state.unacked.size(), " messages with ", state.unacked_bytes, " bytes"));
       Emit(Action::Kind::kClose, lane).status = status;
       OnPipeClosed(state.pipe, status, now);
@@ -396,7 +408,9 @@ void SessionCore::OnTimer(absl::Time now) {
       if (options_.can_connect) {
         Connect(lane, now);
       } else {
-        state.retry_at = absl::InfiniteFuture();
+        // The other side may not have seen yet that its last pipe is gone: it is asked again.
+        state.retry_at = lane == Lane::kBulk ? now + options_.last_backoff : absl::InfiniteFuture();
+        AskForBulk();
       }
     } else if (state.state == State::kGreeting) {
       absl::Status status = absl::DeadlineExceededError("it accepted the connection and said nothing");

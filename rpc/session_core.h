@@ -62,6 +62,9 @@ class SessionCore {
     /// acknowledged: a slow link would never finish a large message.
     absl::Duration stall_limit = absl::Seconds(20);
     size_t stall_rate = 4 << 20;  ///< Bytes a second.
+    /// Behind a connect for the bulk lane that failed, while the other side is asked to open it: its pipe must not
+    /// meet the next one of ours. And how often such an ask is heard.
+    absl::Duration asked_wait = absl::Seconds(1);
     int refusals = 2;  ///< Connections refused in a row that mean death, without a pipe on the other lane.
   };
 
@@ -119,7 +122,7 @@ class SessionCore {
   /// What the other side has received. InvalidArgument for a number that was never sent.
   absl::Status OnAcks(const Acks& acks, absl::Time now);
   /// The other side has something for the bulk lane, and no way to open it: it may be reached from there alone.
-  void OnAskedForBulk(absl::Time now) { Want(Lane::kBulk, now); }
+  void OnAskedForBulk(absl::Time now);
 
   enum class Verdict {
     kNew,        ///< The next number: receive it, then call OnReceived.
@@ -181,11 +184,13 @@ class SessionCore {
     absl::Duration backoff;
     int refusals = 0;
     absl::Status last_error;
+    absl::Time deaf_until = absl::InfinitePast();  // To asks.
 
     uint64_t next_number = 1;
     std::deque<Unacked> unacked;
     size_t unacked_bytes = 0;
     absl::Time stalled_at = absl::InfiniteFuture();  // While it is open and something is not acknowledged.
+    absl::Time awaited_since;                        // If so.
     int stalls = 0;                                  // In a row.
     std::deque<OutMessagePtr> queue;
 

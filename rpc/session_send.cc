@@ -32,7 +32,11 @@ absl::Status Session::Post(OutMessagePtr message, bool force) {
     status = core_.Post(std::move(message), now, force);
     at_once = !InBurst(now) || !small;
   }
-  if (status.ok()) Flush(at_once);
+  if (status.ok()) {
+    Flush(at_once);
+  } else {
+    Drain();  // It may have been the end of the session.
+  }
   return status;
 }
 
@@ -182,6 +186,7 @@ void Session::WriteData(const PipePtr& pipe, SessionCore::Action& action) {
                       if (!transport::IsMessageError(status)) return self->PipeClosed(pipe, status);
                       self->Reject(*message, status);
                       self->WriteNumber(pipe, number, acks, ack_now);
+                      self->Drain();  // What stands for it.
                     });
 }
 

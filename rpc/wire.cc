@@ -10,6 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "atoll/base/bytes.h"
+#include "atoll/base/log.h"
 #include "atoll/transport/endpoint.h"
 
 namespace Atoll::rpc {
@@ -193,6 +194,7 @@ void GetReply(base::ByteReader& in, absl::Span<const size_t> tensor_bytes, Heade
 
 void GetBundle(base::ByteReader& in, Header& header) {
   const uint32_t count = in.GetCount(sizeof(uint32_t) + kPrefixBytes);
+  if (count == 0) in.Fail("an empty bundle");
   header.parts.reserve(count);
   for (uint32_t i = 0; i < count && in.ok(); ++i) {
     const absl::string_view part = in.GetString(std::numeric_limits<uint32_t>::max());
@@ -321,6 +323,7 @@ char* BundleWriter::Add(absl::string_view header) {
 }
 
 std::string BundleWriter::Take() && {
+  ATOLL_CHECK(count_ > 0);
   std::memcpy(bytes_.data() + kPrefixBytes, &count_, sizeof(count_));
   return std::move(bytes_);
 }
@@ -351,6 +354,11 @@ absl::StatusOr<Header> Decode(absl::string_view bytes, absl::Span<const size_t> 
     } else if (prefix.kind == Kind::kData) {
       if (prefix.what != What::kNothing && prefix.what != What::kCancel) in.Fail("an unknown kind of data");
     } else if (prefix.kind == Kind::kBundle) {
+      if (bytes.size() > kMinHeaderLimit) in.Fail("a bundle above its limit");
+      if (prefix.what != What::kNothing || prefix.flags != 0 || prefix.acks != Acks{0, 0} ||
+          prefix.number != 0 || prefix.call != 0 || prefix.watermark != 0) {
+        in.Fail("a bundle's prefix that is not zero");
+      }
       GetBundle(in, header);
     } else if (prefix.kind != Kind::kAck && prefix.kind != Kind::kBye) {
       in.Fail("an unknown kind of message");

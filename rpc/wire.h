@@ -134,7 +134,7 @@ class BundleWriter {
  public:
   /// Adds `header`; its copy, until the next Add.
   char* Add(absl::string_view header);
-  std::string Take() &&;
+  std::string Take() &&;  ///< Of at least one.
 
  private:
   std::string bytes_;

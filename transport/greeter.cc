@@ -122,7 +122,7 @@ absl::Status Greeter::Receive() {
     if (got < 0 && errno == EAGAIN) return absl::OkStatus();
     if (got < 0 && tls_ != nullptr) return tls_->failure();
     if (got < 0) return absl::UnavailableError(base::ErrnoStatus(errno, "recv").message());
-    if (got == 0) return absl::UnavailableError("the peer hung up during the handshake");
+    if (got == 0) return handshake_->OnHangUp();
     if (tls_ == nullptr) traffic_.bytes_received.fetch_add(got, std::memory_order_relaxed);
     handshake_->Feed(absl::string_view(bytes, got));
     if (!handshake_->status().ok()) return handshake_->status();

@@ -89,6 +89,10 @@ class Handshake {
   /// version, job or fingerprint, or TLS on one side only; NotFound: another name or incarnation than expected; InvalidArgument:
   /// these are not our bytes at all.
   const absl::Status& status() const { return status_; }
+  /// What it means that the peer hangs up now.
+  virtual absl::Status OnHangUp() const {
+    return absl::UnavailableError("the peer hung up during the handshake");
+  }
   /// The peer, once finished.
   const base::MemberId& peer() const { return peer_; }
   const Purpose& purpose() const { return purpose_; }
@@ -136,6 +140,13 @@ class ClientHandshake : public Handshake {
 class ServerHandshake : public Handshake {
  public:
   ServerHandshake(const HandshakeConfig* config, Nonce nonce);
+
+  /// Who has another key sees that in our proof, and hangs up: that is worth a line to us too.
+  absl::Status OnHangUp() const override {
+    if (stage_ != Stage::kProof) return Handshake::OnHangUp();
+    return absl::UnauthenticatedError(
+        "the peer hung up at our proof of the job key: it has another one, or gave up");
+  }
 
  private:
   void OnMessage(absl::string_view message) override;

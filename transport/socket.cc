@@ -351,7 +351,7 @@ SocketAddress UnixAddressOf(absl::string_view job, const base::MemberId& member)
 
 absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const PortRange& ports,
                              SocketAddress* bound) {
-  std::vector<std::string> failures, foreign;
+  std::vector<std::string> foreign;
   for (const SocketAddress& candidate : candidates) {
     *bound = candidate;
     Refused refused;
@@ -367,15 +367,12 @@ absl::StatusOr<Fd> ListenTcp(const std::vector<SocketAddress>& candidates, const
     if (refused.begin()->second == EADDRNOTAVAIL || refused.begin()->second == EAFNOSUPPORT) {
       foreign.push_back(HostText(candidate));
     } else {
-      failures.push_back(
+      return absl::FailedPreconditionError(
           absl::StrCat("cannot listen on ", HostText(candidate), ", ", DescribeRefused(ports, refused)));
     }
   }
-  if (failures.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat("address ", absl::StrJoin(foreign, ", "),
-                                                   " is not one of this machine's: ", DescribeInterfaces()));
-  }
-  return absl::FailedPreconditionError(absl::StrJoin(failures, "; "));
+  return absl::InvalidArgumentError(absl::StrCat("address ", absl::StrJoin(foreign, ", "),
+                                                 " is not one of this machine's: ", DescribeInterfaces()));
 }
 
 absl::StatusOr<Fd> ListenUnix(const SocketAddress& address) {

@@ -74,7 +74,7 @@ class Ports(JobTest):
         for port in ("7010-7000", "0-7", "70000", "7000-", "a-b"):
             worker = self.program("atoll-worker", "--owners=1", "--workers=1", "--rank=1", f"--port={port}",
                                   f"--key_file={self.key_file}")
-            self.expect_error(worker, 2, f"ATOLL_PORTS='{port}'", "--port", "7000-7010")
+            self.expect_error(worker, 2, f"--port='{port}'", "7000-7010")
 
 
 class Lives(JobTest):

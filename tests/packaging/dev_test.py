@@ -106,7 +106,6 @@ class DevTest(unittest.TestCase):
         for command in ('build', 'test', 'check', 'setup'):
             self.assertIn(f"{command}: unknown option '--fast'", self.refused(command, '--fast'))
         self.assertIn('no other sanitizer', self.refused('test', '--asan', '--tsan'))
-        self.assertIn("no benchmark '--fast'", self.refused('bench', '--fast'))
         for wrong in ('none', '0', '-1', '2x', ''):
             self.assertIn('--repeat', self.refused('test', '--repeat', wrong))
         for wrong, why in ((['--fast'], 'unrecognized arguments: --fast'), (['--owners=0'], '--owners should be at least 1'),
@@ -117,7 +116,7 @@ class DevTest(unittest.TestCase):
 
     def test_every_command_has_help_and_does_nothing_else(self):
         self.put('dpkg-query', 'echo dpkg-query must not run >&2; exit 1')
-        for command in ('setup', 'build', 'test', 'bench', 'check'):
+        for command in ('setup', 'build', 'test', 'check'):
             for arguments in ([command, '--help'], [command, '-h']):
                 text = self.said(*arguments)
                 self.assertTrue(text.startswith(f'  ./dev {command} '), text)

@@ -47,6 +47,9 @@ class AgentBundleTest : public AgentTest {
     return arrived_;
   }
 
+  // Its agents use what is below.
+  void TearDown() override { agents_.clear(); }
+
   base::FakeClock clock_{absl::Now()};
   base::InlineExecutor inline_;
   absl::Mutex mu_;

@@ -154,8 +154,8 @@ class World {
       const bool walled = walled_ && pending.node == 0;
       if (!walled) --failures_;
       core.OnConnectFailed(pending.lane, pending.attempt,
-                           walled && pending.lane == Lane::kBulk ? SessionCore::Failure::kRefused
-                                                                 : SessionCore::Failure::kTransient,
+                           walled && core.open(Lane::kControl) ? SessionCore::Failure::kRefused
+                                                               : SessionCore::Failure::kTransient,
                            absl::UnavailableError("away"), now_);
     }
     After(pending.node);

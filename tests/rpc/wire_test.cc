@@ -108,6 +108,17 @@ TEST(Wire, ABundleHoldsTheHeadersThatWereAdded) {
     EXPECT_FALSE(Decode(absl::string_view(cut.data(), cut.size()), {}).ok()) << length;
   }
   EXPECT_FALSE(Decode(bytes, sizes).ok());  // Tensors of its own.
+  for (size_t at = 1; at < kPrefixBytes; ++at) {
+    std::string odd = bytes;
+    odd[at] = 1;
+    EXPECT_FALSE(Decode(odd, {}).ok()) << at;
+  }
+  EXPECT_FALSE(Decode(EncodeBare(Kind::kBundle, What::kNothing) + std::string(4, '\0'), {}).ok());
+  BundleWriter large;
+  for (size_t size = 0; size < kMinHeaderLimit; size += 1000) {
+    large.Add(EncodeRequest({"m"}, absl::Seconds(1), false, {}, std::string(1000, 'x'), {}));
+  }
+  EXPECT_FALSE(Decode(std::move(large).Take(), {}).ok());
   for (Kind kind : {Kind::kHello, Kind::kAck, Kind::kBye, Kind::kBundle}) {
     BundleWriter odd;
     odd.Add(EncodeBare(kind, What::kNothing));

@@ -67,7 +67,6 @@ TEST_F(Program, ReadsFlagsInEveryForm) {
 TEST_F(Program, WrongCommandLinesEndWithTwoAndSayWhy) {
   EXPECT_EXIT(Parse({"--worker=3"}), ExitedWithCode(2), "no flag --worker; did you mean --workers");
   EXPECT_EXIT(Parse({"--zzzzzzzzzzzz"}), ExitedWithCode(2), "no flag --zzzzzzzzzzzz \\(see --help\\)");
-  EXPECT_EXIT(Parse({"--port=many"}), ExitedWithCode(2), "--port='many': it should be a whole number \\(see");
   EXPECT_EXIT(Parse({"--lease=5 apples"}), ExitedWithCode(2),
               "--lease='5 apples': it should be a time, such as");
   EXPECT_EXIT(Parse({"--lease=5"}), ExitedWithCode(2),
@@ -276,7 +275,7 @@ TEST_F(Program, APortMayBeARange) {
        {"-1", "65536", "7010-7000", "0-10", "7000-", "-", "7000-70000", "7000:7010", "x"}) {
     const absl::Status status = launch_with(wrong).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << wrong << ": " << status;
-    EXPECT_THAT(std::string(status.message()), HasSubstr("ATOLL_PORTS='" + std::string(wrong) + "'"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("--port='" + std::string(wrong) + "'"));
     EXPECT_THAT(std::string(status.message()), HasSubstr("--port"));
   }
 }
