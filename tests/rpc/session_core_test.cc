@@ -169,6 +169,43 @@ TEST_F(OneCore, ASlowLinkGetsTwiceTheTimeAfterEachStallUntilSomethingArrives) {
   EXPECT_LT(core_.NextTimer(), now_ + options_.stall_limit + absl::Seconds(1));
 }
 
+TEST_F(OneCore, ThePipeThatItAskedForMeetsNoneOfItsOwn) {
+  options_.wins_ties = true;
+  core_ = SessionCore(options_);
+  Open();
+  Post(10, Lane::kBulk);
+  std::vector<Action> actions = Take();
+  ASSERT_EQ(Count(actions, Action::Kind::kConnect), 1);
+  core_.OnConnectFailed(Lane::kBulk, actions[0].attempt, SessionCore::Failure::kTransient,
+                        absl::UnavailableError("away"), now_);
+  actions = Take();
+  ASSERT_EQ(Count(actions, Action::Kind::kAck), 1);
+  EXPECT_TRUE(actions[0].open_bulk);
+  now_ += options_.asked_wait - absl::Milliseconds(1);
+  core_.OnTimer(now_);
+  EXPECT_EQ(Count(Take(), Action::Kind::kConnect), 0);
+  core_.OnHello(8, Lane::kBulk, false, Hello{1, 0, {}}, {0, 0}, now_);
+  EXPECT_TRUE(core_.open(Lane::kBulk));
+  EXPECT_EQ(Count(Take(), Action::Kind::kWrite), 1);
+}
+
+TEST_F(OneCore, AsksInARowAreOneConnectAndNoDeath) {
+  Open();
+  core_.OnAskedForBulk(now_);
+  std::vector<Action> actions = Take();
+  ASSERT_EQ(Count(actions, Action::Kind::kConnect), 1);
+  core_.OnConnectFailed(Lane::kBulk, actions[0].attempt, SessionCore::Failure::kTransient,
+                        absl::UnavailableError("away"), now_);
+  Take();
+  core_.OnAskedForBulk(now_);
+  EXPECT_EQ(Count(Take(), Action::Kind::kConnect), 0);
+  now_ += options_.asked_wait;
+  core_.OnAskedForBulk(now_);
+  EXPECT_EQ(Count(Take(), Action::Kind::kConnect), 1);
+  core_.OnTimer(now_ + 2 * options_.reconnect_limit);  // The connect takes its time.
+  EXPECT_FALSE(core_.dead());
+}
+
 TEST_F(OneCore, WithdrawnMessagesLeaveNoGap) {
   auto unsent = Post(10);
   EXPECT_TRUE(core_.Withdraw(unsent.get(), now_));
