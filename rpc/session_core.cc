@@ -139,6 +139,7 @@ absl::Status SessionCore::OnAcks(const Acks& acks, absl::Time now) {
     }
     if (progress) {
       state.stalls = 0;
+      Carried(state);
       AwaitAck(state, now);
     }
     Pump(lane, now);
@@ -159,6 +160,7 @@ bool SessionCore::OnReceived(Lane lane, uint64_t number, size_t bytes, bool ack_
   LaneState& state = LaneOf(lane);
   if (dead_ || number != state.last_received + 1) return false;
   state.last_received = number;
+  Carried(state);
   ++owed_count_;
   owed_bytes_ += bytes;
   if (ack_now || owed_count_ >= options_.ack_every || owed_bytes_ >= options_.ack_bytes) {
@@ -192,6 +194,7 @@ void SessionCore::Want(Lane lane, absl::Time now) {
   LaneState& state = LaneOf(lane);
   if (state.state != State::kIdle || leaving_ || dead_) return;
   state.give_up_at = now + options_.reconnect_limit;
+  state.fruitless_since = absl::InfiniteFuture();
   if (options_.can_connect) {
     Connect(lane, now);
   } else {
@@ -339,7 +342,8 @@ void SessionCore::Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, abs
   }
   state.state = State::kOpen;
   state.retry_at = state.give_up_at = absl::InfiniteFuture();
-  state.backoff = absl::ZeroDuration();
+  state.opened_at = now;
+  if (state.fruitless_since == absl::InfiniteFuture()) state.backoff = absl::ZeroDuration();
   state.refusals = 0;
   for (const Unacked& unacked : state.unacked) {
     Action& action = Emit(Action::Kind::kWrite, lane);
@@ -366,12 +370,27 @@ void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Ti
       Backoff(lane, state.backoff, status, now);
       return;
     }
+    if (now - state.opened_at >= options_.short_life) Carried(state);
+    if (state.fruitless_since != absl::InfiniteFuture()) {
+      state.backoff = state.backoff == absl::ZeroDuration()
+                          ? options_.first_backoff
+                          : std::min(2 * state.backoff, options_.last_backoff);
+      state.give_up_at = state.fruitless_since + options_.reconnect_limit;
+      Backoff(lane, state.by_us ? state.backoff : std::max(state.backoff, options_.passive_wait), status, now);
+      return;
+    }
+    state.fruitless_since = now;
     // The side that connected tries at once; the other lets it come.
     bool at_once = state.by_us && options_.can_connect;
     Backoff(lane, at_once ? absl::ZeroDuration() : options_.passive_wait, status, now);
     if (at_once && state.state == State::kBackoff) Connect(lane, now);
     return;
   }
+}
+
+void SessionCore::Carried(LaneState& state) {
+  state.fruitless_since = absl::InfiniteFuture();
+  state.backoff = absl::ZeroDuration();
 }
 
 // Time and end.
@@ -390,9 +409,9 @@ void SessionCore::OnTimer(absl::Time now) {
   for (Lane lane : kLanes) {
     LaneState& state = LaneOf(lane);
     if (state.give_up_at <= now) {
-      Die(absl::UnavailableError(absl::StrCat("no connection for ",
-                                              base::DurationText(options_.reconnect_limit),
-                                              "; the last attempt: ", state.last_error.message())));
+      Die(absl::UnavailableError(
+          absl::StrCat("no connection for ", base::DurationText(options_.reconnect_limit),
+                       state.last_error.ok() ? "" : "; the last attempt: ", state.last_error.message())));
       return;
     }
     if (state.stalled_at <= now) {

@@ -56,6 +56,9 @@ class SessionCore {
     absl::Duration greeting_limit = absl::Seconds(10);      ///< For the other side's hello.
     absl::Duration first_backoff = absl::Milliseconds(20);  ///< Doubled up to last_backoff.
     absl::Duration last_backoff = absl::Seconds(2);
+    /// Pipes that open and end within this, one after the other, and carry nothing, are as none (an end that has
+    /// too few descriptors, say).
+    absl::Duration short_life = absl::Seconds(1);
     absl::Duration passive_wait = absl::Milliseconds(150);  ///< The side that accepted lets the other try.
     /// A pipe on which nothing of what was sent is acknowledged for so long, and what its bytes take at
     /// stall_rate, is taken for lost, and closed. The next one gets twice the time, until something is
@@ -185,6 +188,9 @@ class SessionCore {
     int refusals = 0;
     absl::Status last_error;
     absl::Time deaf_until = absl::InfinitePast();  // To asks.
+    absl::Time opened_at = absl::InfinitePast();
+    // When the last pipe of use ended, if one has opened and ended since.
+    absl::Time fruitless_since = absl::InfiniteFuture();
 
     uint64_t next_number = 1;
     std::deque<Unacked> unacked;
@@ -207,6 +213,7 @@ class SessionCore {
   void Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, absl::Time now);
   void Pump(Lane lane, absl::Time now);
   void AwaitAck(LaneState& state, absl::Time now) const;
+  static void Carried(LaneState& state);
   bool Admits(const LaneState& lane, size_t bytes) const;
   void Send(Lane lane, OutMessagePtr message, absl::Time now);
   void Greet(Lane lane);
