@@ -79,6 +79,9 @@ bool GatherCore::ForgetOldestFailure() {
 GatherCore::Answers GatherCore::Contribute(const Member& from, std::string name,
                                            std::vector<std::string> participants, std::string value,
                                            absl::Time deadline, Token token) {
+  const size_t count = participants.size();
+  const bool open = roster_->world_size() == kOpenWorld;
+  if (open && count > limits_.participants) participants.clear();
   std::sort(participants.begin(), participants.end());
   participants.erase(std::unique(participants.begin(), participants.end()), participants.end());
   auto refuse = [&](absl::StatusCode code, absl::string_view text) {
@@ -93,8 +96,11 @@ GatherCore::Answers GatherCore::Contribute(const Member& from, std::string name,
     return refuse(absl::StatusCode::kInvalidArgument,
                   absl::StrCat("a value of ", value.size(), " bytes: the limit is ", limits_.value_bytes));
   }
-  if (roster_->world_size() != kOpenWorld &&
-      participants.size() > static_cast<size_t>(roster_->world_size())) {
+  if (open && count > limits_.participants) {
+    return refuse(absl::StatusCode::kInvalidArgument,
+                  absl::StrCat(count, " participants: the limit is ", limits_.participants));
+  }
+  if (!open && participants.size() > static_cast<size_t>(roster_->world_size())) {
     return refuse(absl::StatusCode::kInvalidArgument,
                   absl::StrCat(participants.size(), " participants in a world of ", roster_->world_size()));
   }

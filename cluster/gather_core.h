@@ -39,6 +39,7 @@ class GatherCore {
   struct Limits {
     size_t name_bytes = 256;
     size_t value_bytes = 1 << 20;
+    size_t participants = 1024;      ///< Names of them, in an open world; in another one, its size.
     size_t gathers = 4096;           ///< In all; for a new one the oldest failure is forgotten.
     size_t failed_of_one_name = 16;  ///< Beyond it the oldest failure is forgotten.
   };

@@ -169,6 +169,7 @@ constexpr struct {
     {"ATOLL_JOB", "job"},
     {"ATOLL_NAME", "name"},
     {"ATOLL_BIND", "bind"},
+    {"ATOLL_PORTS", "port"},
     {"ATOLL_KEY_FILE", "key_file"},
     {"ATOLL_JOIN_LIMIT", "join_limit"},
     {"ATOLL_TLS", "tls"},

@@ -12,6 +12,7 @@
 #include "atoll/base/text.h"
 #include "atoll/rpc/membership_client.h"
 #include "atoll/rpc/user_code.h"
+#include "atoll/rpc/wire.h"
 
 namespace Atoll::rpc {
 namespace {
@@ -98,7 +99,8 @@ class MembershipImpl : public Membership {
     base::Promise<T> promise;
     auto end = [promise, request = std::move(request),
                 status = base::WithRan(
-                    base::Annotate(why, absl::StrCat("calling ", method.name, " v", method.version)),
+                    base::Annotate(
+                        why, absl::StrCat("calling ", MethodText(method.name, method.version), " (ran: no)")),
                     base::Ran::kNo)]() mutable {
       for (OutTensor& tensor : request.tensors) {
         if (tensor.on_return) RunCallback("the end of a loan", std::move(tensor.on_return));

@@ -85,7 +85,8 @@ class Membership {
   virtual void OnError(std::function<void(absl::Status)> observer) = 0;
 
   /// Gathers one value (at most 1 MiB) from `participants` members (names; empty: all ranks of the launch's
-  /// world but those whose member is gone; in an open world, those who are there when the first of them comes)
+  /// world but those whose member is gone; in an open world, those who are there when the first of them comes: who
+  /// that was is in no answer)
   /// under `name`, and returns them by rank; a barrier is a gather of nothing. Every use of a name is a new one: a
   /// member's n-th meets the others' n-th. DeadlineExceeded names who is missing; Unavailable, who died or left. It
   /// then fails for all its participants, also for those that come later.

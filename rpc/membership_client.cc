@@ -159,7 +159,8 @@ bool MembershipClient::Apply(const MembershipEvent& event) {
     seen_ = event.number;
     if (event.kind != Kind::kJoined) {
       members_.erase(member.rank);
-      if (event.kind == Kind::kLeft && event.reason.ok()) came_and_left_.insert(member.rank);
+      const bool counts = options_.world_size != kOpenWorld;
+      if (counts && event.kind == Kind::kLeft && event.reason.ok()) came_and_left_.insert(member.rank);
       gone_.emplace_back(member, event.reason.ok() ? absl::StrCat(Describe(member), " has left")
                                                    : std::string(event.reason.message()));
       if (gone_.size() > kMostGone) gone_.pop_front();
@@ -324,11 +325,13 @@ absl::Status MembershipClient::NotRunning() const {
 }
 
 absl::StatusOr<MemberInfo> MembershipClient::Find(base::Rank rank) const {
-  std::string otherwise = "nobody of that rank has joined";
+  std::string otherwise = "nobody of that rank is there";
   const int world = options_.world_size;
   if (rank.value() < 0 || (world != kOpenWorld && rank.value() >= world)) {
     otherwise =
         world == kOpenWorld ? "ranks start at 0" : absl::StrCat("the job's ranks are 0 to ", world - 1);
+  } else if (absl::MutexLock lock(&mu_); came_and_left_.count(rank) > 0) {
+    otherwise = "whoever had it has left";
   }
   return FindIf([rank](const MemberInfo& member) { return member.rank == rank; },
                 absl::StrCat("rank ", rank.value()), otherwise);
@@ -337,7 +340,7 @@ absl::StatusOr<MemberInfo> MembershipClient::Find(base::Rank rank) const {
 absl::StatusOr<MemberInfo> MembershipClient::Find(absl::string_view name) const {
   return FindIf([name](const MemberInfo& member) { return member.id.name == name; },
                 absl::StrCat("the name '", absl::CHexEscape(name.substr(0, base::kMaxMemberNameBytes)), "'"),
-                "nobody of that name has joined");
+                "nobody of that name is there");
 }
 
 absl::StatusOr<MemberInfo> MembershipClient::FindIf(const std::function<bool(const MemberInfo&)>& fits,

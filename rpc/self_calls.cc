@@ -114,8 +114,9 @@ void SelfCalls::Call(const MethodId& method, Payload request, CallOptions option
   }
   const absl::Duration timeout = *options.timeout;
   absl::Time deadline = hub_->Now() + timeout;
-  absl::Status status = options.stop.stop_requested() ? absl::CancelledError("the caller asked to stop")
-                                                      : CheckLanding(options.reply_into);
+  absl::Status status = options.stop.stop_requested()     ? absl::CancelledError("the caller asked to stop")
+                        : timeout <= absl::ZeroDuration() ? NoAnswerWithin(timeout)
+                                                          : CheckLanding(options.reply_into);
   if (status.ok()) status = OrderInto(options.reply_into, &pending->into_streams);
   if (status.ok()) {
     pending->reply_into = std::move(options.reply_into);

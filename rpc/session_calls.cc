@@ -60,9 +60,10 @@ void Session::Start(std::unique_ptr<ClientCall> call, Payload request, CallOptio
   };
   call->timeout = *options.timeout;
   call->deadline = hub_->Now() + call->timeout;
-  if (options.stop.stop_requested()) {
+  const bool stopped = options.stop.stop_requested();
+  if (stopped || call->timeout <= absl::ZeroDuration()) {
     ReturnLoans(hub_, std::move(request));
-    return refuse(absl::CancelledError("the caller asked to stop"));
+    return refuse(stopped ? absl::CancelledError("the caller asked to stop") : NoAnswerWithin(call->timeout));
   }
   if (options.wait_for_room) {
     absl::Status room = AwaitRoom(request, options, &reserved);

@@ -376,7 +376,8 @@ void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Ti
                           ? options_.first_backoff
                           : std::min(2 * state.backoff, options_.last_backoff);
       state.give_up_at = state.fruitless_since + options_.reconnect_limit;
-      Backoff(lane, state.by_us ? state.backoff : std::max(state.backoff, options_.passive_wait), status, now);
+      Backoff(lane, state.by_us ? state.backoff : std::max(state.backoff, options_.passive_wait), status,
+              now);
       return;
     }
     state.fruitless_since = now;

@@ -22,7 +22,8 @@ DEV = re.compile(r'\./dev ([a-z]+)')
 SCENARIOS = 'docs/scenarios/'
 ROW = re.compile(r'^\| *(\d+) *\|(.*)\|\s*$')
 PROOF = re.compile(r'^`?(tests/[\w./-]+): *(\w+)(?:\.(\w+))?`?$')
-COMMENT = re.compile(r'^ *(?://|#) Scenarios? (\w+) ([\d, and]+)[.:]', re.M)
+COMMENT = re.compile(r'^ *(?://|#) Scenarios? (\w+ [\d, and]+(?:, \w+ [\d, and]+)*)[.:]', re.M)
+TABLE_ROWS = re.compile(r'([a-z_]+) ([\d, and]*\d)')
 
 
 def slug(heading):
@@ -104,7 +105,8 @@ def check_comments(root):
     for path in sorted(glob.glob(os.path.join(root, 'tests/**/*'), recursive=True)):
         if not path.endswith(('.cc', '.h', '.py')):
             continue
-        for table, numbers in COMMENT.findall(open(path).read()):
+        named = [pair for rows in COMMENT.findall(open(path).read()) for pair in TABLE_ROWS.findall(rows)]
+        for table, numbers in named:
             document = os.path.join(root, SCENARIOS, table + '.md')
             rows = re.findall(r'^\| *(\d+) *\|', open(document).read(), re.M) if os.path.exists(document) else []
             for number in re.findall(r'\d+', numbers):

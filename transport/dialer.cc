@@ -35,7 +35,7 @@ void Dialer::Start(Resolver::Result found) {
     farthest_ = std::max(farthest_, std::optional(ReachOf(target.address)));
   for (absl::Status& failure : found.failures) {
     // Where its name leads is not known now: the peer may be there.
-    if (absl::IsUnavailable(failure)) farthest_ = Reach::kEverywhere;
+    if (!absl::IsInvalidArgument(failure)) farthest_ = Reach::kEverywhere;
     failures_.push_back({std::nullopt, std::move(failure)});
   }
   Next();

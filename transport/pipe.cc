@@ -88,6 +88,10 @@ PipeImpl::PipeImpl(std::shared_ptr<const PipeShared> shared, std::shared_ptr<ten
 }
 
 void PipeImpl::State::WatchHungUp() {
+  {
+    absl::MutexLock lock(&mu);
+    if (up) return;
+  }
   shared->engine->loop->Defer([weak = weak_from_this(), loop = shared->engine->loop.get()] {
     // Not at once: its further connections may lie at the door, whole, though it has hung up.
     loop->At(loop->Now() + kEndGrace, [weak] {

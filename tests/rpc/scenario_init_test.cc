@@ -173,10 +173,10 @@ TEST_F(InitScenario, MembersAreFoundByRankAndByName) {
     for (const std::string& text : texts) EXPECT_THAT(TextOf(status), HasSubstr(text));
   };
   const std::string caller = Of(1).self().id.ToString() + " (rank 1) knows no member of ";
-  expect(Of(1).Find(base::Rank(3)).status(), {caller, "rank 3: nobody of that rank has joined"});
+  expect(Of(1).Find(base::Rank(3)).status(), {caller, "rank 3: nobody of that rank is there"});
   expect(Of(1).Find(base::Rank(9)).status(), {caller, "rank 9: the job's ranks are 0 to 3"});
   expect(Of(1).Find(base::Rank(-1)).status(), {caller, "rank -1"});
-  expect(Of(1).Find("eve").status(), {caller, "the name 'eve': nobody of that name has joined"});
+  expect(Of(1).Find("eve").status(), {caller, "the name 'eve': nobody of that name is there"});
   Watch at_a(Of(1));
   const std::string gone = Of(2).self().id.ToString();
   ASSERT_TRUE(Of(2).Leave(kHang).ok());
