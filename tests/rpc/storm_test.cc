@@ -58,7 +58,7 @@ class Storm : public ::testing::Test {
 
   void StartSurvivor() {
     transport::EndpointOptions options = StormEndpoint({"survivor", base::NewIncarnation()}, way_);
-    agent_ = StartAgent(options, absl::Milliseconds(300));
+    agent_ = StartAgent(options, absl::Seconds(1));
     MethodOptions counted;
     counted.allocate = [this](const base::MemberId&, absl::string_view,
                               absl::Span<const TensorMeta> metas) -> absl::StatusOr<std::vector<at::Tensor>> {
@@ -233,7 +233,7 @@ class Storm : public ::testing::Test {
   /// Until `moment`, or until all has been done that will be.
   void Await(const Moment& moment, int pushes) {
     const size_t parked = 1;
-    const absl::Time limit = absl::Now() + kHang;
+    const absl::Time limit = absl::Now() + 4 * kHang;
     for (int turn = 0; Progress(moment.what) < moment.count; ++turn) {
       if (Progress(What::kEnded) >= made_.size() - parked && served_ >= pushes) return;
       if (absl::Now() > limit) {
