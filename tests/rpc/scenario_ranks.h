@@ -120,7 +120,7 @@ class Watch {
     EXPECT_TRUE(state_->mu.AwaitWithTimeout(absl::Condition(&there), kHang)) << name;
     return found;
   }
-  std::vector<std::string> About(const std::string& name) {
+  std::vector<std::string> About(const std::string& name) const {
     static constexpr const char* kWords[] = {"joined", "left", "dead"};
     std::vector<std::string> words;
     absl::MutexLock lock(&state_->mu);
