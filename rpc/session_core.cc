@@ -192,8 +192,10 @@ Acks SessionCore::TakeAcks() {
 
 void SessionCore::Want(Lane lane, absl::Time now) {
   LaneState& state = LaneOf(lane);
-  if (state.state != State::kIdle || leaving_ || dead_) return;
-  state.give_up_at = now + options_.reconnect_limit;
+  if (state.state == State::kOpen || leaving_ || dead_) return;
+  // Under way, but so far it was no matter of life and death (OnAskedForBulk).
+  if (state.give_up_at == absl::InfiniteFuture()) state.give_up_at = now + options_.reconnect_limit;
+  if (state.state != State::kIdle) return;
   state.fruitless_since = absl::InfiniteFuture();
   if (options_.can_connect) {
     Connect(lane, now);
@@ -252,7 +254,7 @@ void SessionCore::OnAskedForBulk(absl::Time now) {
   if (state.state != State::kIdle || now < state.deaf_until) return;
   state.deaf_until = now + options_.asked_wait / 2;
   Want(Lane::kBulk, now);
-  // For us it is no matter of life and death.
+  // For us it is no matter of life and death. (The limit comes with something to send: Want.)
   if (state.queue.empty() && state.unacked.empty()) state.give_up_at = absl::InfiniteFuture();
 }
 
@@ -500,7 +502,9 @@ void SessionCore::CheckInvariants() const {
     for (const OutMessagePtr& message : lane.queue) queued += message->bytes;
     ATOLL_CHECK((lane.pipe != 0) == (lane.state == State::kGreeting || lane.state == State::kOpen));
     bool wanted = lane.state != State::kIdle && lane.state != State::kOpen;
-    ATOLL_CHECK(wanted == (lane.give_up_at != absl::InfiniteFuture())) << "a limit is missing";
+    const bool limited = lane.give_up_at != absl::InfiniteFuture();
+    const bool asked_for = &lane == &LaneOf(Lane::kBulk) && lane.queue.empty() && lane.unacked.empty();
+    ATOLL_CHECK(wanted ? limited || asked_for : !limited) << "a limit is missing, or left";
     ATOLL_CHECK((lane.state == State::kOpen && !lane.unacked.empty()) ==
                 (lane.stalled_at != absl::InfiniteFuture()))
         << "nobody watches what is not acknowledged";
