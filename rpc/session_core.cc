@@ -423,6 +423,7 @@ void SessionCore::OnTimer(absl::Time now) {
           absl::StrCat("it has acknowledged nothing for ", base::DurationText(now - state.awaited_since),
                        ", of ", state.unacked.size(), " messages with ", state.unacked_bytes, " bytes"));
       Emit(Action::Kind::kClose, lane).status = status;
+      Carried(state);  // It did not end by itself.
       OnPipeClosed(state.pipe, status, now);
     }
     if (state.retry_at > now) continue;

@@ -292,6 +292,43 @@ TEST_F(OneCore, ReconnectingHasALimit) {
   EXPECT_EQ(Count(actions, Action::Kind::kDropped), 1);
 }
 
+// The other side lacks what a pipe needs further on.
+TEST_F(OneCore, PipesThatOpenAndCarryNothingAreAsNone) {
+  Post(10);
+  const absl::Time begin = now_;
+  SessionCore::PipeId pipe = 20;
+  int connects = 0;
+  // With every action that it asks for done at once, until it is dead, or `carries` pipes have carried something.
+  auto run = [&](int carries) {
+    while (!core_.dead() && now_ < begin + absl::Hours(1)) {
+      for (const Action& action : Take()) {
+        if (action.kind != Action::Kind::kConnect) continue;
+        ++connects;
+        core_.OnConnected(Lane::kControl, action.attempt, ++pipe, now_);
+        core_.OnHello(pipe, Lane::kControl, true, Hello{1, 0, {}}, {0, 0}, now_);
+        if (carries > 0)
+          EXPECT_TRUE(
+              core_.OnReceived(Lane::kControl, core_.last_received(Lane::kControl) + 1, 1, true, now_));
+        core_.OnPipeClosed(pipe, absl::UnavailableError("the last attempt"), now_ + absl::Milliseconds(10));
+        if (carries > 0 && --carries == 0) return;
+      }
+      if (core_.has_actions()) continue;
+      now_ = std::min(core_.NextTimer(), begin + absl::Hours(1));
+      core_.OnTimer(now_);
+    }
+  };
+  run(100);
+  EXPECT_FALSE(core_.dead());
+  EXPECT_EQ(connects, 100);
+  connects = 0;
+  const absl::Time last_carried = now_;
+  run(0);
+  EXPECT_TRUE(core_.dead());
+  EXPECT_EQ(now_, last_carried + absl::Milliseconds(10) + options_.reconnect_limit);
+  EXPECT_LT(connects, 30);
+  EXPECT_TRUE(absl::StrContains(core_.death().message(), "the last attempt")) << core_.death();
+}
+
 TEST_F(OneCore, AGreetingThatNeverComesEndsThePipe) {
   Post(10);
   Take();
