@@ -279,12 +279,12 @@ absl::Status SetLog(const Environment& environment) {
   return absl::OkStatus();
 }
 
-/// Whether the process may have as many open files as its connections take, seen with a job that trains: 14, and
-/// for each peer 4 over Unix sockets or 7 to 8 over TCP. Without them it would seem that others do not come.
+/// Whether the process may have as many open files as its connections take: 14, and for each peer two pipes,
+/// 4 over Unix sockets with cma, else 10. Without them it would seem that others do not come.
 absl::Status CheckOpenFiles(const Launch& launch) {
   const int peers = launch.role == Role::kOwner ? launch.world_size - 1 : launch.owners;
   const bool all_unix = OnOneHost(launch) && absl::GetFlag(FLAGS_unix_sockets);
-  const rlim_t needed = static_cast<rlim_t>(20 + (all_unix ? 4 : 8) * peers);
+  const rlim_t needed = static_cast<rlim_t>(20 + (all_unix ? 4 : 10) * peers);
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= needed) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("the limit on open files (ulimit -n) is ", files.rlim_cur,

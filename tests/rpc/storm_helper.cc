@@ -97,7 +97,7 @@ int Serve(const StormVictim& spec, std::atomic<uint8_t>* marks, void* bytes) {
   options.endpoint = *endpoint;
   options.self = endpoint_options.self;
   options.worker_threads = 2;
-  options.reconnect_limit = absl::Seconds(spec.descriptors > 0 ? 2 : 30);
+  options.reconnect_limit = absl::Seconds(spec.descriptors > 0 && spec.descriptors <= 64 ? 2 : 30);
   auto agent = Agent::Start(options);
   if (!agent.ok()) return Failed(agent.status());
   const at::Tensor large = at::from_blob(bytes, {kStormBytes}, at::kByte);
