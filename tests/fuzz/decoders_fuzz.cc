@@ -21,34 +21,17 @@
 #include "atoll/rpc/wire.h"
 #include "atoll/transport/frame_check.h"
 #include "atoll/transport/handshake_core.h"
+#include "fuzz.h"
 
 namespace Atoll {
 namespace {
 
+using fuzz::Input;
+using fuzz::Prefixed;
+using fuzz::Seeds;
 using transport::ClientHandshake;
 using transport::HandshakeConfig;
 using transport::ServerHandshake;
-
-/// Takes an input apart, from the front; what is missing is zero.
-class Input {
- public:
-  Input(const uint8_t* data, size_t size) : rest_(reinterpret_cast<const char*>(data), size) {}
-  uint8_t Byte() {
-    if (rest_.empty()) return 0;
-    const uint8_t byte = static_cast<uint8_t>(rest_[0]);
-    rest_.remove_prefix(1);
-    return byte;
-  }
-  absl::string_view Take(size_t size) {
-    const absl::string_view taken = rest_.substr(0, size);
-    rest_.remove_prefix(taken.size());
-    return taken;
-  }
-  absl::string_view rest() const { return rest_; }
-
- private:
-  absl::string_view rest_;
-};
 
 // ---- handshake: side u8 (0: we serve) | how many bytes at a time u8 | what the peer sends.
 
@@ -161,14 +144,6 @@ void FuzzValues(Input input) {
 }
 
 // ---- Seeds.
-
-using Seeds = std::vector<std::string>;
-
-std::string Prefixed(std::initializer_list<int> prefix, absl::string_view bytes) {
-  std::string seed;
-  for (int byte : prefix) seed.push_back(static_cast<char>(byte));
-  return absl::StrCat(seed, bytes);
-}
 
 Seeds HandshakeSeeds() {
   const HandshakeConfig we = Config("we"), peer = Config("peer");
@@ -295,10 +270,11 @@ struct Decoder {
   void (*fuzz)(Input);
   Seeds (*seeds)();
 };
-constexpr Decoder kDecoders[] = {{"frame", FuzzFrame, FrameSeeds},
-                                 {"handshake", FuzzHandshake, HandshakeSeeds},
-                                 {"header", FuzzHeader, HeaderSeeds},
-                                 {"values", FuzzValues, ValueSeeds}};
+constexpr Decoder kDecoders[] = {
+    {"frame", FuzzFrame, FrameSeeds},          {"handshake", FuzzHandshake, HandshakeSeeds},
+    {"header", FuzzHeader, HeaderSeeds},       {"membership", fuzz::FuzzMembership, fuzz::MembershipSeeds},
+    {"rref", fuzz::FuzzRref, fuzz::RrefSeeds}, {"shard", fuzz::FuzzShard, fuzz::ShardSeeds},
+    {"values", FuzzValues, ValueSeeds}};
 
 void WriteSeeds(const std::string& folder) {
   mkdir(folder.c_str(), 0777);
@@ -341,6 +317,6 @@ extern "C" int LLVMFuzzerInitialize(int* argc, char*** argv) {
 }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  Atoll::g_decoder->fuzz(Atoll::Input(data, size));
+  Atoll::g_decoder->fuzz(Atoll::fuzz::Input(data, size));
   return 0;
 }
