@@ -435,7 +435,7 @@ absl::StatusOr<MembershipClient::Values> MembershipClient::AllGather(absl::strin
   options.timeout = limit + lease_;  // The coordinator ends it in time, and says who is missing.
   agent_->Call(coordinator_.name, {kGatherMethod}, std::move(request), std::move(options),
                [promise](absl::StatusOr<Received> reply) {
-                 promise.Set(reply.ok() ? DecodeValues(*reply) : absl::StatusOr<Values>(reply.status()));
+                 promise.Set(reply.ok() ? DecodeGathered(*reply) : absl::StatusOr<Values>(reply.status()));
                });
   absl::StatusOr<Values> result = promise.future().Wait(limit + 2 * lease_);
   absl::MutexLock lock(&mu_);

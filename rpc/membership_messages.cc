@@ -212,7 +212,7 @@ absl::StatusOr<std::string> DecodeWhy(absl::string_view body) {
   return Done(in, std::move(why), "a farewell");
 }
 
-Payload EncodeValues(const std::vector<std::string>& values) {
+Payload EncodeGathered(const std::vector<std::string>& values) {
   ByteWriter out;
   PutStrings(out, values);
   Payload payload;
@@ -225,7 +225,7 @@ Payload EncodeValues(const std::vector<std::string>& values) {
   return payload;
 }
 
-absl::StatusOr<std::vector<std::string>> DecodeValues(const Received& received) {
+absl::StatusOr<std::vector<std::string>> DecodeGathered(const Received& received) {
   absl::string_view body = received.body;
   if (!received.tensors.empty()) {
     const at::Tensor& bytes = received.tensors.front();

@@ -58,7 +58,7 @@ std::string EncodeSeen(uint64_t event);
 /// Why it leaves: empty if in order, else what failed.
 std::string EncodeWhy(absl::string_view why);
 /// Values may be too many for a body: they then travel as a tensor.
-Payload EncodeValues(const std::vector<std::string>& values);
+Payload EncodeGathered(const std::vector<std::string>& values);
 
 absl::StatusOr<JoinRequest> DecodeJoinRequest(absl::string_view body);
 absl::StatusOr<JoinReply> DecodeJoinReply(absl::string_view body);
@@ -67,6 +67,6 @@ absl::StatusOr<DeathReport> DecodeReport(absl::string_view body);
 absl::StatusOr<GatherRequest> DecodeGatherRequest(absl::string_view body);
 absl::StatusOr<uint64_t> DecodeSeen(absl::string_view body);
 absl::StatusOr<std::string> DecodeWhy(absl::string_view body);
-absl::StatusOr<std::vector<std::string>> DecodeValues(const Received& received);
+absl::StatusOr<std::vector<std::string>> DecodeGathered(const Received& received);
 
 }  // namespace Atoll::rpc

@@ -187,7 +187,7 @@ void MembershipService::Do(Core::PollAnswer answer) {
 
 void MembershipService::Do(const Core::GatherAnswer& answer) {
   if (!answer.status.ok()) return Answer(answer.token, answer.status);
-  Answer(answer.token, EncodeValues(*answer.values));
+  Answer(answer.token, EncodeGathered(*answer.values));
 }
 
 void MembershipService::Do(const Core::Probe& probe) {

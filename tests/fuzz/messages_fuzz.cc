@@ -54,13 +54,13 @@ void FuzzMembership(Input input) {
     if (!bytes.empty()) std::memcpy(tensor.data_ptr(), bytes.data(), bytes.size());
     received.tensors.push_back(std::move(tensor));
   }
-  const auto values = rpc::DecodeValues(received);
+  const auto values = rpc::DecodeGathered(received);
   if (!values.ok()) return;
-  rpc::Payload again = rpc::EncodeValues(*values);
+  rpc::Payload again = rpc::EncodeGathered(*values);
   rpc::Received back;
   back.body = again.body;
   for (const rpc::OutTensor& out : again.tensors) back.tensors.push_back(out.tensor);
-  const auto same = rpc::DecodeValues(back);
+  const auto same = rpc::DecodeGathered(back);
   if (!same.ok() || *same != *values) std::abort();
 }
 
@@ -79,8 +79,8 @@ Seeds MembershipSeeds() {
                             rpc::GatherRequest{"start", {"worker1", "owner0"}, "value", absl::Seconds(60)})),
           Prefixed({5}, rpc::EncodeSeen(9)),
           Prefixed({6}, rpc::EncodeWhy("its data ended")),
-          Prefixed({7, 0}, rpc::EncodeValues({"a", "", "longer"}).body),
-          Prefixed({7, 1}, rpc::EncodeValues({"a", "", "longer"}).body)};
+          Prefixed({7, 0}, rpc::EncodeGathered({"a", "", "longer"}).body),
+          Prefixed({7, 1}, rpc::EncodeGathered({"a", "", "longer"}).body)};
 }
 
 void FuzzRref(Input input) {

@@ -76,12 +76,12 @@ TEST(MembershipMessages, RoundTrips) {
 TEST(MembershipMessages, ValuesSmallAndLarge) {
   for (size_t bytes : {size_t{3}, size_t{1} << 20}) {
     std::vector<std::string> values = {std::string(bytes, 'a'), "", std::string(bytes, 'b')};
-    Payload payload = EncodeValues(values);
+    Payload payload = EncodeGathered(values);
     EXPECT_EQ(payload.tensors.size(), bytes > 100 ? 1u : 0u);
     Received received;
     received.body = payload.body;
     for (OutTensor& tensor : payload.tensors) received.tensors.push_back(tensor.tensor);
-    auto decoded = DecodeValues(received);
+    auto decoded = DecodeGathered(received);
     ASSERT_TRUE(decoded.ok()) << decoded.status();
     EXPECT_EQ(*decoded, values);
   }
