@@ -283,8 +283,8 @@ absl::Status SetLog(const Environment& environment) {
 /// 4 over Unix sockets with cma, else 10. Without them it would seem that others do not come.
 absl::Status CheckOpenFiles(const Launch& launch) {
   const int peers = launch.role == Role::kOwner ? launch.world_size - 1 : launch.owners;
-  const bool all_unix = OnOneHost(launch) && absl::GetFlag(FLAGS_unix_sockets);
-  const rlim_t needed = static_cast<rlim_t>(20 + (all_unix ? 4 : 10) * peers);
+  const bool few = OnOneHost(launch) && absl::GetFlag(FLAGS_unix_sockets) && absl::GetFlag(FLAGS_cma);
+  const rlim_t needed = static_cast<rlim_t>(20 + (few ? 4 : 10) * peers);
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= needed) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("the limit on open files (ulimit -n) is ", files.rlim_cur,

@@ -389,7 +389,7 @@ std::string DescriptorsNeeded() {
   rlimit files{};
   getrlimit(RLIMIT_NOFILE, &files);
   return absl::StrCat("the limit on open files (ulimit -n) is ", files.rlim_cur,
-                      ": an endpoint needs about 14, and 4 for each peer over Unix sockets with cma, else 10");
+                      ": an endpoint needs about 14, and up to 10 for each peer");
 }
 
 absl::Status DescriptorError(int error_number, absl::string_view what) {

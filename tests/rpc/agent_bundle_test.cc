@@ -48,7 +48,10 @@ class AgentBundleTest : public AgentTest {
   }
 
   // Its agents use what is below.
-  void TearDown() override { agents_.clear(); }
+  void TearDown() override {
+    clock_.Advance(absl::Seconds(1));  // Acknowledgements that wait.
+    agents_.clear();
+  }
 
   base::FakeClock clock_{absl::Now()};
   base::InlineExecutor inline_;

@@ -172,7 +172,8 @@ TEST_F(OneCore, ASlowLinkGetsTwiceTheTimeAfterEachStallUntilSomethingArrives) {
 TEST_F(OneCore, ThePipeThatItAskedForMeetsNoneOfItsOwn) {
   options_.wins_ties = true;
   core_ = SessionCore(options_);
-  Open();
+  core_.OnHello(7, Lane::kControl, false, Hello{99, 0, {}}, {0, 0}, now_);
+  Take();
   Post(10, Lane::kBulk);
   std::vector<Action> actions = Take();
   ASSERT_EQ(Count(actions, Action::Kind::kConnect), 1);
