@@ -257,7 +257,8 @@ TEST_F(UsersScenario, AConnectionMayBeIdleForHours) {
   base::FakeClock clock;
   AgentOptions options;
   options.clock = &clock;
-  options.stall_limit = absl::InfiniteDuration();  // The first hour may begin before the last acknowledgement.
+  options.stall_limit =
+      absl::InfiniteDuration();  // The first hour may begin before the last acknowledgement.
   transport::EndpointOptions endpoint;
   endpoint.clock = &clock;
   RankOf a("a", options, endpoint), b("b", options, endpoint);
