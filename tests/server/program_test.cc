@@ -212,9 +212,9 @@ TEST_F(Program, TooFewOpenFilesAreSaidWithTheNumberNeeded) {
               HasSubstr("the limit on open files (ulimit -n) is 128: with 41 peers owner1 needs 184"));
   EXPECT_EQ(error_at(184, Role::kOwner), "no error");
   Parse({"--nounix_sockets"});
-  EXPECT_THAT(error_at(184, Role::kOwner), HasSubstr("needs 348"));
+  EXPECT_THAT(error_at(184, Role::kOwner), HasSubstr("needs 430"));
   Parse({"--rank=2"});
-  EXPECT_EQ(error_at(36, Role::kWorker), "no error");  // It has connections to owners alone.
+  EXPECT_EQ(error_at(40, Role::kWorker), "no error");  // It has connections to owners alone.
 }
 
 TEST_F(Program, KeyFilesAreChecked) {
