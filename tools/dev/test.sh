@@ -47,7 +47,7 @@ say test "built in $((SECONDS - start)) s"
 # What asks for too much memory gets an error, as without the sanitizer.
 export ASAN_OPTIONS=${ASAN_OPTIONS:-allocator_may_return_null=1}
 # Libraries that were not compiled with the sanitizer (torch) synchronize in ways it cannot see.
-export TSAN_OPTIONS=${TSAN_OPTIONS:-ignore_noninstrumented_modules=1 halt_on_error=1 second_deadlock_stack=1 die_after_fork=0}
+export TSAN_OPTIONS=${TSAN_OPTIONS:-allocator_may_return_null=1 ignore_noninstrumented_modules=1 halt_on_error=1 second_deadlock_stack=1 die_after_fork=0}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 start=$SECONDS
 status=0
