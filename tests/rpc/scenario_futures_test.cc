@@ -195,7 +195,7 @@ TEST_P(ScenarioFuturesTest, CallbacksRunInTheirOrderWhateverOneOfThemThrows) {
 TEST_P(ScenarioFuturesTest, ACallbackMayMakeAnotherCallAndWaitForIt) {
   for (const char* to : {"worker1", "worker0", "nobody"}) {
     base::Promise<std::string> inner;
-    W(0).Call(to, {"echo"}, Body("x")).Then([&, to](const absl::StatusOr<Received>& outer) {
+    W(0).Call(to, {"echo"}, Body("x")).Then([this, inner, to](const absl::StatusOr<Received>& outer) {
       absl::StatusOr<Received> reply = W(0).Call(to, {"echo"}, Body("inner")).Wait(kHang);
       EXPECT_EQ(outer.ok(), reply.ok());
       inner.Set(reply.ok() ? absl::StatusOr<std::string>(reply->body) : reply.status());
