@@ -292,8 +292,7 @@ void SessionCore::OnConnectFailed(Lane lane, uint64_t attempt, Failure failure, 
     return;
   }
   if (failure != Failure::kRefused) state.refusals = 0;
-  state.backoff = state.backoff == absl::ZeroDuration() ? options_.first_backoff
-                                                        : std::min(2 * state.backoff, options_.last_backoff);
+  LengthenBackoff(state);
   const bool asks = lane == Lane::kBulk && open(Lane::kControl);
   Backoff(lane, asks ? std::max(state.backoff, options_.asked_wait) : state.backoff, std::move(status), now);
   AskForBulk();
@@ -366,17 +365,13 @@ void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Ti
     if (state.pipe != pipe) continue;
     state.stalled_at = absl::InfiniteFuture();
     if (state.state == State::kGreeting) {
-      state.backoff = state.backoff == absl::ZeroDuration()
-                          ? options_.first_backoff
-                          : std::min(2 * state.backoff, options_.last_backoff);
+      LengthenBackoff(state);
       Backoff(lane, state.backoff, status, now);
       return;
     }
     if (now - state.opened_at >= options_.short_life) Carried(state);
     if (state.fruitless_since != absl::InfiniteFuture()) {
-      state.backoff = state.backoff == absl::ZeroDuration()
-                          ? options_.first_backoff
-                          : std::min(2 * state.backoff, options_.last_backoff);
+      LengthenBackoff(state);
       state.give_up_at = state.fruitless_since + options_.reconnect_limit;
       Backoff(lane, state.by_us ? state.backoff : std::max(state.backoff, options_.passive_wait), status,
               now);
@@ -389,6 +384,11 @@ void SessionCore::OnPipeClosed(PipeId pipe, const absl::Status& status, absl::Ti
     if (at_once && state.state == State::kBackoff) Connect(lane, now);
     return;
   }
+}
+
+void SessionCore::LengthenBackoff(LaneState& state) const {
+  state.backoff = state.backoff == absl::ZeroDuration() ? options_.first_backoff
+                                                        : std::min(2 * state.backoff, options_.last_backoff);
 }
 
 void SessionCore::Carried(LaneState& state) {

@@ -209,6 +209,7 @@ class SessionCore {
   void Want(Lane lane, absl::Time now);
   void Connect(Lane lane, absl::Time now);
   void AskForBulk();
+  void LengthenBackoff(LaneState& state) const;
   void Backoff(Lane lane, absl::Duration wait, absl::Status error, absl::Time now);
   void Open(Lane lane, PipeId pipe, bool by_us, const Acks& acks, absl::Time now);
   void Pump(Lane lane, absl::Time now);
