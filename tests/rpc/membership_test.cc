@@ -22,6 +22,7 @@
 #include "atoll/base/clock.h"
 #include "atoll/base/future.h"
 #include "atoll/rpc/membership_messages.h"
+#include "membership_watch.h"
 
 extern char** environ;
 
@@ -71,37 +72,9 @@ MembershipOptions Options(int rank, int world) {
   return options;
 }
 
-/// Collects events, and waits for one.
-class Watch {
+class Watch : public MembershipWatch {
  public:
-  explicit Watch(Membership& membership) {
-    membership.OnEvent([state = state_](const MembershipEvent& event) {
-      absl::MutexLock lock(&state->mu);
-      state->events.push_back(event);
-    });
-  }
-  /// The first event of `kind` about `name`; fails the test if none comes.
-  MembershipEvent Await(Kind kind, const std::string& name) {
-    MembershipEvent found;
-    auto there = [&] {
-      for (const MembershipEvent& event : state_->events) {
-        if (event.kind != kind || event.member.id.name != name) continue;
-        found = event;
-        return true;
-      }
-      return false;
-    };
-    absl::MutexLock lock(&state_->mu);
-    EXPECT_TRUE(state_->mu.AwaitWithTimeout(absl::Condition(&there), kHang)) << name;
-    return found;
-  }
-
- private:
-  struct State {
-    absl::Mutex mu;
-    std::vector<MembershipEvent> events;
-  };
-  std::shared_ptr<State> state_ = std::make_shared<State>();
+  explicit Watch(Membership& membership) : MembershipWatch(membership, kHang) {}
 };
 
 class MembershipTest : public ::testing::Test {

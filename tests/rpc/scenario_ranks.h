@@ -23,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "atoll/rpc/agent.h"
 #include "atoll/rpc/membership.h"
+#include "membership_watch.h"
 
 extern char** environ;
 
@@ -95,47 +96,9 @@ inline MembershipOptions OptionsOf(int rank, int world) {
   return options;
 }
 
-/// Collects events, and waits for one.
-class Watch {
+class Watch : public MembershipWatch {
  public:
-  using Kind = MembershipEvent::Kind;
-  explicit Watch(Membership& membership) {
-    membership.OnEvent([state = state_](const MembershipEvent& event) {
-      absl::MutexLock lock(&state->mu);
-      state->events.push_back(event);
-    });
-  }
-  /// The first event of `kind` about `name`; fails the test if none comes.
-  MembershipEvent Await(Kind kind, const std::string& name) {
-    MembershipEvent found;
-    auto there = [&] {
-      for (const MembershipEvent& event : state_->events) {
-        if (event.kind != kind || event.member.id.name != name) continue;
-        found = event;
-        return true;
-      }
-      return false;
-    };
-    absl::MutexLock lock(&state_->mu);
-    EXPECT_TRUE(state_->mu.AwaitWithTimeout(absl::Condition(&there), kHang)) << name;
-    return found;
-  }
-  std::vector<std::string> About(const std::string& name) const {
-    static constexpr const char* kWords[] = {"joined", "left", "dead"};
-    std::vector<std::string> words;
-    absl::MutexLock lock(&state_->mu);
-    for (const MembershipEvent& event : state_->events) {
-      if (event.member.id.name == name) words.push_back(kWords[static_cast<int>(event.kind)]);
-    }
-    return words;
-  }
-
- private:
-  struct State {
-    absl::Mutex mu;
-    std::vector<MembershipEvent> events;
-  };
-  std::shared_ptr<State> state_ = std::make_shared<State>();
+  explicit Watch(Membership& membership) : MembershipWatch(membership, kHang) {}
 };
 
 class Ranks : public ::testing::Test {
